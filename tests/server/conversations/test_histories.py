@@ -754,7 +754,7 @@ OFTEN = {
     "conversation_busy": 4,
     "context_length_exceeded": 3,
 }
-"""Minimum count of each case over all histories. Other seeds gave at least twice as many."""
+"""Minimum count of each case over all histories."""
 
 
 @pytest.mark.hypothesis

@@ -37,7 +37,7 @@ def test_the_announcement_shows_address_sizes_and_store() -> None:
     for part in (
         "tiny", "http://127.0.0.1:8000", "a CPU", "100 blocks of 16", "1,600 tokens", "512 tokens", "curl ",
         "300 blocks of 16, 4,800 tokens", "lowest recomputation cost / age first, 32 tokens at a time",
-        "/data/talks.sqlite, kept for 30 days",
+        "/data/talks.sqlite, conversations are kept for 30 days",
     ):  # fmt: skip
         assert part in shown
 
@@ -49,7 +49,7 @@ def test_the_announcement_shows_address_sizes_and_store() -> None:
         (EngineConfig(prefix_sharing=False), ServerConfig(), "off: with --no-prefix-sharing nothing"),
         (EngineConfig(eviction="lru", chunk_size=40), ServerConfig(), "least recently used first, 48 tokens"),
         (EngineConfig(), ServerConfig(store="postgresql://ada:secret@db/talks"), "postgresql://ada:***@db/talks"),
-        (EngineConfig(), ServerConfig(store="memory"), "memory, kept"),
+        (EngineConfig(), ServerConfig(store="memory"), "in memory: conversations end with the server"),
     ],
 )
 def test_the_announcement_names_features_that_are_off_and_hides_passwords(

@@ -210,7 +210,7 @@ def test_an_idle_engine_says_so_and_counts_completions_and_chats_among_what_it_k
     chat = {"model": "holdfast-tiny", "messages": said, "max_tokens": 2}
     assert httpx.post(f"{serving.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
     for page in opened(browser, serving.url):
-        until(page, "document.querySelector('.e-blocks-section h3').textContent.startsWith('State of ')")
+        until(page, "/^State of [1-9]/.test(document.querySelector('.e-blocks-section h3').textContent)")
         conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
         parts = dict(
             zip(*[page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value")], strict=True)

@@ -212,9 +212,8 @@ def test_an_idle_engine_says_so_and_counts_completions_and_chats_among_what_it_k
     for page in opened(browser, serving.url):
         until(page, "/^State of [1-9]/.test(document.querySelector('.e-blocks-section h3').textContent)")
         conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
-        parts = dict(
-            zip(*[page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value")], strict=True)
-        )
+        names, values = (page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value"))
+        parts = dict(zip(names, values, strict=True))
         assert page.inner_text(".e-headline") == "The engine is idle: there is nothing to compute."
         assert conversations >= 2 and blocks >= conversations
         assert parts["Kept state"] == f"{conversations} conversations" and parts["Waiting"] == "Nobody"

@@ -448,9 +448,13 @@ class Chat {
     if (run !== this.run) return;
     this.live = null;
     this.drawButton();
+    const { follows } = this; // drawing may move the end away
     this.views.get(turn.id)?.drawAnswer();
     this.draw();
-    this.toEnd();
+    if (follows) {
+      this.toEnd(true);
+      requestAnimationFrame(() => this.toEnd(true));
+    }
     this.status.textContent = turn.status === 'completed' ? 'The answer is complete.' : `The answer is ${turn.status}.`;
     this.sidebar.touch(this.conversation);
   }
@@ -479,6 +483,7 @@ class Chat {
         break;
       case 'response.output_item.done':
         if (event.item.type !== 'message' && event.item.type !== 'reasoning') view?.item(event.item).whole(event.item);
+        if (this.follows) requestAnimationFrame(() => this.toEnd());
         break;
       case 'response.output_text.delta':
       case 'response.reasoning_text.delta':

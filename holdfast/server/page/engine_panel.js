@@ -196,7 +196,7 @@ export class Panel {
       }
     }
     const state = stateOf(recording);
-    this.say(this.mapTitle, state.conversations || !stats?.blocks_cached ? `State of ${plural(state.conversations, 'conversation')}: ${plural(state.blocks, 'block')}` : `State: ${plural(stats.blocks_cached, 'block')}`);
+    if (state.conversations || look) this.say(this.mapTitle, state.conversations || !stats?.blocks_cached ? `State of ${plural(state.conversations, 'conversation')}: ${plural(state.blocks, 'block')}` : `State: ${plural(stats.blocks_cached, 'block')}`);
     if (this.legend.children.length !== recording.letters.size) this.legend.replaceChildren(...legend(recording.letters));
     if (look) this.queues(look, to);
     if (this.steps.open) this.listSteps(to);

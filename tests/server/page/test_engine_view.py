@@ -205,16 +205,15 @@ def test_two_traces_are_played_together_with_one_clock(page: Any, traces: list[P
 def test_an_idle_engine_says_so_and_counts_completions_and_chats_among_what_it_keeps(
     browser: Any, serving: Serving
 ) -> None:
-    ask(serving.url, "A plain completion about the mountains in winter.", 2)
-    said = [{"role": "user", "content": "A chat about the sea and its ships in winter."}]
+    ask(serving.url, "A plain completion about the mountains in winter. " * 4, 2)
+    said = [{"role": "user", "content": "A chat about the sea and its ships in winter. " * 4}]
     chat = {"model": "holdfast-tiny", "messages": said, "max_tokens": 2}
     assert httpx.post(f"{serving.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
     for page in opened(browser, serving.url):
-        until(page, "document.querySelector('.e-blocks-section h3').textContent.startsWith('State of ')")
+        until(page, "/^State of [1-9]/.test(document.querySelector('.e-blocks-section h3').textContent)")
         conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
-        parts = dict(
-            zip(*[page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value")], strict=True)
-        )
+        names, values = (page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value"))
+        parts = dict(zip(names, values, strict=True))
         assert page.inner_text(".e-headline") == "The engine is idle: there is nothing to compute."
         assert conversations >= 2 and blocks >= conversations
         assert parts["Kept state"] == f"{conversations} conversations" and parts["Waiting"] == "Nobody"

@@ -224,7 +224,7 @@ def capacity_of(search: Search) -> dict[str, Any]:
     row: dict[str, Any] = {**search._asdict(), "capacity": rate}
     if rate:
         found = figures_at(search, rate)
-        row |= {name: found[name] for name in ("p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "busy")}
+        row |= {name: found[name] for name in ("median_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "busy")}
     print(f"  {search}: {rate:.3g}", file=sys.stderr, flush=True)
     return row
 
@@ -264,7 +264,7 @@ def show_disaggregation(rows: list[dict[str, Any]]) -> list[str]:
         cells.append(f"{row['capacity']:.2f}")
         if row["capacity"]:
             cells += [
-                f"{row['p50_ttft_ms'] / 1e3:.2f}, {row['p99_ttft_ms'] / 1e3:.2f}", f"{row['p99_itl_ms'] / 1e3:.3f}",
+                f"{row['median_ttft_ms'] / 1e3:.2f}, {row['p99_ttft_ms'] / 1e3:.2f}", f"{row['p99_itl_ms'] / 1e3:.3f}",
                 ", ".join(f"{share:.0%}" for share in row["busy"]),
             ]  # fmt: skip
         else:

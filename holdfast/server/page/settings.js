@@ -17,7 +17,7 @@ const MOST_INSTRUCTIONS = 100_000; // characters
 export const NUMBERS = {
   temperature: { label: 'Temperature', min: 0, max: 2, hint: '0: always the likeliest token.' },
   top_p: { label: 'Top p', above: 0, max: 1, hint: 'Draw from the likeliest tokens up to this share.' },
-  top_k: { label: 'Top k', min: 0, max: 2 ** 24, whole: true, hint: 'Draw from so many tokens. 0: from all.' },
+  top_k: { label: 'Top k', min: 0, max: 2 ** 24, whole: true, hint: 'Number of likeliest tokens to draw from. 0: all.' },
   min_p: { label: 'Min p', min: 0, max: 1, hint: 'Leave out tokens below this share of the likeliest.' },
   presence_penalty: { label: 'Presence penalty', min: -2, max: 2, hint: 'Above 0: fewer words again.' },
   frequency_penalty: { label: 'Frequency penalty', min: -2, max: 2, hint: 'Above 0: fewer, by how often.' },

@@ -64,7 +64,7 @@ async def run(
         if engine is not None and engines.model is not None:
             announce(console, engines.model.config, server, engines.model.info, url, replicas_of(engines.model))
         if engines.apps:
-            announce_apps(console, [client.info for client in engines.apps], url, keys=len(server.api_key))
+            announce_apps(console, [client.info for client in engines.apps], url, keys=number_of_keys(server))
 
     if engine is not None and server.api_processes > 1:
         return await supervisor.run(
@@ -88,7 +88,7 @@ def announce(
     console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str, replicas: str
 ) -> None:
     """Print the model, its sizes, the address, and how to send requests."""
-    memory, keys = info.memory, len(server.api_key)
+    memory, keys = info.memory, number_of_keys(server)
     most = "" if server.store_gb is None else f", at most {server.store_gb:g} GB"
     rows = {
         "page": f"{url}/  (chat in a browser)",
@@ -249,6 +249,11 @@ EVICTION = {
     "ttl": "least recently used first, kept for as long as calls of its tool last",
     "hits": "fewest turns first",
 }
+
+
+def number_of_keys(server: ServerConfig) -> int:
+    """Return how many API keys are configured. With operators' keys alone, a client needs one of another place."""
+    return len(server.api_key) or min(1, len(server.operator_key))
 
 
 def key_header(keys: int) -> str:

@@ -59,6 +59,12 @@ def test_the_announcement_names_features_that_are_off_and_hides_passwords(
     assert part in shown and "secret" not in shown
 
 
+def test_the_announced_commands_send_a_key_if_only_operators_keys_are_configured() -> None:
+    shown = announced(EngineConfig(), ServerConfig(operator_key=("secret-of-operators",)))
+    assert "Bearer $HOLDFAST_API_KEY" in shown and 'api_key=os.environ["HOLDFAST_API_KEY"]' in shown
+    assert "secret" not in shown and 'api_key="none"' in announced(EngineConfig(), ServerConfig())
+
+
 def test_the_announcement_shows_the_tbt_target_next_to_the_token_budget() -> None:
     assert "512 tokens at most (token budget), 50 ms while a stream decodes (TBT target)" in announced(
         EngineConfig(tbt_target=50), ServerConfig()

@@ -151,7 +151,8 @@ def test_a_config_file_may_hold_the_options_of_plan_and_no_others(profile, tmp_p
     assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).max_sequences == 8
     path.write_text("tbt_target: 20ms\n")
     assert plan("--profile", profile, *given) == 2
-    assert f"{path}: unknown option tbt_target; holdfast plan --help" in capsys.readouterr().err
+    refused = f"{path}: unknown option tbt_target; it is an option of holdfast serve; holdfast plan --help"
+    assert refused in capsys.readouterr().err
 
 
 def test_limits_that_no_candidate_meets_fail_with_advice(profile, capsys):

@@ -52,6 +52,7 @@ from holdfast.lm.types import (
 
 RECORDS = [Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed) for seed in range(3)]
 numbers = st.integers(0, 1 << 40)
+named = st.sampled_from([(), ((7, 1 << 20), (9,)), ((), ())])
 copies = st.lists(st.builds(BlockCopy, numbers, numbers), max_size=3).map(tuple)
 
 
@@ -76,7 +77,9 @@ plans = st.builds(
         st.builds(GrammarPlan, st.lists(st.builds(Answer, numbers, numbers, st.just((3, 4))), max_size=2).map(tuple)),
         st.builds(
             PromptPlan,
-            st.lists(st.builds(PromptReport, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
+            st.lists(st.builds(PromptReport, numbers, numbers, st.just((3, 4)), st.just(5), named), max_size=2).map(
+                tuple
+            ),
         ),
     )
     | st.just(()),

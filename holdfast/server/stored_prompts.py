@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from msgspec import Struct, ValidationError, convert
 
+from holdfast.files.regular import read_text
 from holdfast.server.protocol import ROLES, invalid
 
 MOST_BYTES = 1 << 20
@@ -131,7 +132,7 @@ def _read(path: Path) -> list[dict[str, str]]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes; at most {MOST_BYTES} are read")
-        file = convert(yaml.safe_load(path.read_text("utf-8")), _File)
+        file = convert(yaml.safe_load(read_text(path)), _File)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError, ValueError, RecursionError) as error:
         raise ValueError(f"prompts has {path}, which cannot be read: {' '.join(str(error).split())}") from None
     said = [{"role": message.role, "content": message.content} for message in file.messages]

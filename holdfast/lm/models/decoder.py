@@ -130,7 +130,7 @@ class Decoder:
                 if each.kv_source is None
             ),
         )
-        whole = group is None and shard.first and shard.last and type(self) is Decoder
+        whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder
         kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
         last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
         self.whole_steps = whole_steps_of(decoder, self.layers, last, windows, kinds) if whole else None

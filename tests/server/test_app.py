@@ -34,7 +34,7 @@ from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.routes import generation
+from holdfast.server.routes import http as bodies
 from holdfast.server.run import open_store
 
 Http = Callable[..., httpx.AsyncClient]
@@ -544,10 +544,8 @@ async def test_quotes_in_a_text_do_not_count_as_strings(http: Http) -> None:
 
 async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed_on: list[threading.Thread] = []
-    parse = generation.parse
-    monkeypatch.setattr(
-        generation, "parse", lambda *given: parsed_on.append(threading.current_thread()) or parse(*given)
-    )
+    parse = bodies.parse
+    monkeypatch.setattr(bodies, "parse", lambda *given: parsed_on.append(threading.current_thread()) or parse(*given))
     async with http() as api:
         assert (await api.post(CHAT, json={**HELLO, "user": "x" * 7_900_000})).status_code == 200
         assert (await api.post(CHAT, json=HELLO)).status_code == 200

@@ -261,6 +261,7 @@ async def test_batches_of_an_earlier_server_continue_in_their_order(tmp_path: Pa
             here.now += 1
             ids.append(await here.submit([line(f"r{number}")]))
     async with server(tmp_path, FakeClient(hold=asyncio.Event())) as here:
+        await looked_after(here.batches)
         assert [*here.batches.runner.running] == ids
 
 

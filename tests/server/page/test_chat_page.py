@@ -15,6 +15,7 @@ import pytest
 from holdfast.server.conversations import search_index
 from holdfast.server.conversations.conversation_store import append
 from holdfast.server.conversations.database import conversations, threads
+from holdfast.server.conversations.encoded import encoded_items
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 
@@ -71,7 +72,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             db.execute(conversations.insert().values(id=id, thread=id, tenant=owner, created=now, metadata=title))
             search_index.add_conversation(db, owner, id, title)
             said = [{"type": "input_text", "text": f"Let us talk about {'whales' if number == 777 else 'ships'}."}]
-            append(db, id, [{"id": f"i{number}", "type": "message", "role": "user", "content": said}])
+            append(db, id, encoded_items([{"id": f"i{number}", "type": "message", "role": "user", "content": said}]))
     store.close()
     return path
 

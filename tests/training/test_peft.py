@@ -201,8 +201,9 @@ def test_gradients_of_a_dora_are_peft_s(family: str, modules: tuple[str, ...], k
 def test_gradients_of_recurrent_layers_are_peft_s(family: str, keep: bool, dora: bool, tmp_path: Path) -> None:
     module, model = base_of(family, tmp_path)
     examples = [*drawn_examples(3), *drawn_examples(2, seed=2, longest=90)]
-    # These gradients are up to 50 times as large as those of attention, and PEFT's own rounding with them.
-    assert_gradients_are_peft_s(module, model, (), examples, keep=keep, dora=dora, most=5e-4)
+    # These gradients are up to 50 times as large as those of attention, and PEFT's own rounding with them. How much that
+    # is depends on the processor.
+    assert_gradients_are_peft_s(module, model, (), examples, keep=keep, dora=dora, most=1e-3)
 
 
 @pytest.mark.gpu
@@ -263,7 +264,8 @@ def test_losses_are_those_of_peft_with_torch_s_adamw_and_the_result_serves(
         optimizer.step()
         expected.append(loss.item())
     assert len(losses) == 5 * epochs
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 2e-4
+    most = 1e-3 if family in HYBRIDS else 2e-4  # their gradients are large, and so is the rounding of both
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < most
     assert sum(losses[-5:]) < sum(losses[:5]) - 0.1, "the last epoch over the first one"
     assert epochs < 4 or losses[-1] < losses[0] - 0.1
 

@@ -201,8 +201,8 @@ def test_gradients_of_a_dora_are_peft_s(family: str, modules: tuple[str, ...], k
 def test_gradients_of_recurrent_layers_are_peft_s(family: str, keep: bool, dora: bool, tmp_path: Path) -> None:
     module, model = base_of(family, tmp_path)
     examples = [*drawn_examples(3), *drawn_examples(2, seed=2, longest=90)]
-    # These gradients are up to 50 times as large as those of attention, and PEFT's own rounding with them. How much that
-    # is depends on the processor.
+    # These gradients are up to 50 times as large as those of attention, and PEFT's own rounding with them.
+    # The processor decides how much that is.
     assert_gradients_are_peft_s(module, model, (), examples, keep=keep, dora=dora, most=1e-3)
 
 

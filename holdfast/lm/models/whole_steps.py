@@ -26,7 +26,7 @@ from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
 
-MOST_TOKENS = 16
+MOST_TOKENS = 64
 """Largest step that is computed as a whole. Products take most of a larger one, and PyTorch's are as fast."""
 MOST_OF_SEGMENT = 8
 """Largest number of tokens of a sequence in such a step. Each of them reads the whole context by itself."""

@@ -252,8 +252,8 @@ EVICTION = {
 
 
 def number_of_keys(server: ServerConfig) -> int:
-    """Return how many API keys are configured. With operators' keys alone, a client needs one of another place."""
-    return len(server.api_key) or min(1, len(server.operator_key))
+    """Return the number of configured API keys, or 1 if only operators' are: clients then need a key from the store."""
+    return len(server.api_key) or int(bool(server.operator_key))
 
 
 def key_header(keys: int) -> str:

@@ -310,8 +310,6 @@ class Cluster:
         self.prompts: list[tuple[int, int]] = []
         self._nodes, self._router, self._asks = nodes, router, asks
         self._computes_prompts, self._decodes = (nodes[:prefill], nodes[prefill:]) if prefill else (nodes, nodes)
-        self._is_apart = prefill > 0
-        """Whether prompts are computed by other replicas than decodes."""
         self._by_name = {node.name: number for number, node in enumerate(nodes)}
         self._block_size, self._token_bytes = block_size, profile.token_bytes
         self._copy_rate = profile.copy_rate or inf
@@ -401,7 +399,7 @@ class Cluster:
         if sent.tokens:
             params = replace(request.params, max_tokens=request.params.max_tokens - len(sent.tokens))
             request = replace(request, prompt=(*request.prompt, *sent.tokens), params=params)
-        elif self._is_apart:
+        elif self._decodes is not self._computes_prompts:
             request = replace(request, params=replace(request.params, max_tokens=1))
         node.loop.add(request)
         if not node.stepping:

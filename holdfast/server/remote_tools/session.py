@@ -202,7 +202,7 @@ class Session:
     async def _list(self) -> list[dict[str, Any]]:
         client = await self._connected()
         found: list[dict[str, Any]] = []
-        cursor, listed, size = None, 0, 0
+        cursor, listed = None, 0
         for _ in range(MOST_PAGES):
             page = await client.list_tools(cursor=cursor)
             listed += len(page.tools)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.integer.library import LEVELS, Library
+from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.step import StepLayer, StepSizes, StepTokens, WholeSteps
 from tests.compiled import integer_library
 
@@ -24,15 +24,6 @@ SIZES = StepSizes(heads=HEADS, kv_heads=KV_HEADS, dim=DIM, eps=1e-5, scale=0.25,
 ROTATIONS = tuple(
     (base ** -(torch.arange(DIM // 2) / 8), torch.full((DIM // 2,), size)) for base, size in ((1e4, 1.0), (10.0, 1.5))
 )
-
-
-@pytest.fixture(params=range(len(LEVELS)), ids=["portable", "avx2", "avx512"])
-def library(request: pytest.FixtureRequest) -> Library:
-    """The library with one set of instructions."""
-    found = integer_library()
-    if request.param > found.level:
-        pytest.skip(f"this CPU has no {LEVELS[request.param]}")
-    return replace(found, level=request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -10,21 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.lm.kernels.integer.library import LEVELS, Library
+from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.weight import BLOCK, OFFSETS, IntegerWeight, fits, integers_of, pack_integers
 from holdfast.lm.kernels.packed import Form, PackedWeight, packed_nibbles, packed_sixes
 from tests.compiled import integer_library
 
 Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-@pytest.fixture(params=range(len(LEVELS)), ids=["portable", "avx2", "avx512"])
-def library(request: pytest.FixtureRequest) -> Library:
-    """The library with one set of instructions."""
-    found = integer_library()
-    if request.param > found.level:
-        pytest.skip(f"this CPU has no {LEVELS[request.param]}")
-    return replace(found, level=request.param)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.integer.library import LEVELS, Library
+from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.weight import pack_integers
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
@@ -19,15 +18,6 @@ from tests.compiled import integer_library
 
 HALF = 2**-8
 """The most that rounding to bfloat16 changes a number, in relation to it."""
-
-
-@pytest.fixture(params=range(len(LEVELS)), ids=["portable", "avx2", "avx512"])
-def library(request: pytest.FixtureRequest) -> Library:
-    """The library with one set of instructions."""
-    found = integer_library()
-    if request.param > found.level:
-        pytest.skip(f"this CPU has no {LEVELS[request.param]}")
-    return replace(found, level=request.param)
 
 
 @pytest.fixture(autouse=True)

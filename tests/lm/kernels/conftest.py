@@ -1,4 +1,4 @@
-"""What kernels run on: the device of Triton's, and the library in C with each set of instructions."""
+"""Fixtures of kernel tests: the device of Triton's kernels, and the library in C with each set of instructions."""
 
 from __future__ import annotations
 

@@ -308,6 +308,13 @@ class CoreConfig:
     )
     trace: str | None = option(None, "write a trace of every step to this file, in Chrome's trace format")
     seed: int = option(0, "seed for requests that give none")
+    deterministic: bool = option(
+        False,
+        "give a request the same tokens and log probabilities, bit for bit, whatever runs beside it, however its prompt "
+        "is cut, and wherever its state was; for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and Phi 3, unquantized, on "
+        "one device; slower",
+        executor="paged",
+    )
     threads: int | None = option(
         None, "number of CPU threads of the engine, in all its processes; default: PyTorch's choice", between=(1, 1024)
     )
@@ -321,6 +328,8 @@ class CoreConfig:
         self._check_host_tier()
         self._check_executor()
         self._check_scheduling()
+        if self.deterministic:
+            self._check_deterministic()
         if self.several_devices and self.rows_only:
             raise ValueError(f"{self.several_devices}, and {self.rows_only}: padded rows run on one device; drop one")
 
@@ -374,6 +383,20 @@ class CoreConfig:
                 )
         elif self.executor == "padded":
             self._refuse_changed("paged")
+
+    def _check_deterministic(self) -> None:
+        """Raises ValueError for an option with which a token's bits would depend on other tokens, or on the device."""
+        backend = self.attention_backend
+        excluded = [
+            (self.several_devices, "devices add up parts of each sum, in an order that their number changes"),
+            (self.rows_only, "the code of Transformers sums in an order that the size of the batch changes"),
+            (self.kv_cache_dtype == "fp8" and "kv_cache_dtype is fp8", "its kernels read no FP8"),
+            (self.quantization == "fp8" and "quantization is fp8", "the order of FP8 products depends on the batch"),
+            (backend in ("torch", "vllm-flash-attn") and f"attention_backend is {backend}", "the size of the batch changes its sums"),
+        ]
+        for given, reason in excluded:
+            if given:
+                raise ValueError(f"deterministic is on, and {given}: {reason}; drop one")
 
     def _refuse_changed(self, executor: str) -> None:
         """Raises ValueError for the first changed option that only this executor reads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
+from holdfast.lm.kernels.invariant.rows import each_row
 from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sample import best_tokens, sample
@@ -20,6 +21,8 @@ from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.types import History, Sampling
 
+ORDER = ("temperature", "top_k", "top_p", "seed", "position")
+"""The columns of `sample`, in the order of its arguments."""
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -102,8 +105,12 @@ class Drawn(NamedTuple):
 class Sampler:
     """Draws the tokens of steps, for rows of one device or of a group that shares the vocabulary."""
 
-    def __init__(self, group: Group | None = None, vocab_size: int = 0) -> None:
-        """`group` is the devices that share the vocabulary of this size, if there are several."""
+    def __init__(self, group: Group | None = None, vocab_size: int = 0, *, alone: bool = False) -> None:
+        """`group` is the devices that share the vocabulary of this size, if there are several.
+
+        With `alone`, the bits of a row's results do not depend on the other rows of the step.
+        """
+        self._alone = alone
         self._vocab_size, self._group = vocab_size, group
         self._histories = Histories()
 
@@ -144,7 +151,9 @@ class Sampler:
         if wishes is not None and masks is not None:
             allowed = forbid(logits.clone() if len(wishes.reported) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
-        tokens = sample(shaped, **columns, **options)
+        draw = partial(sample, **options)
+        order = [columns[name] for name in ORDER]
+        tokens = each_row(draw, shaped, *order) if self._alone and any_random else draw(shaped, *order)
         return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
 
     def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
@@ -154,7 +163,7 @@ class Sampler:
         if len(wishes.reported) < len(logits):
             at = upload(wishes.reported, logits.device)
             logits, tokens = logits.index_select(0, at), tokens.index_select(0, at)
-        return log_probabilities(logits, tokens, wishes.most)
+        return log_probabilities(logits, tokens, wishes.most, alone=self._alone)
 
     def _draw_whole_rows(
         self,
@@ -212,7 +221,7 @@ class Sampler:
     def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int, named: torch.Tensor) -> Logprobs:
         group = self._group
         if group is None:
-            return log_probabilities(logits, targets, most, named)
+            return log_probabilities(logits, targets, most, named, alone=self._alone)
         whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
         own = slice(rows.start, rows.stop)
         return self._all_logprobs(whole, targets[own], len(logits), most, group, named[own])

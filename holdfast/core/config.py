@@ -392,7 +392,10 @@ class CoreConfig:
             (self.rows_only, "the code of Transformers sums in an order that the size of the batch changes"),
             (self.kv_cache_dtype == "fp8" and "kv_cache_dtype is fp8", "its kernels read no FP8"),
             (self.quantization == "fp8" and "quantization is fp8", "the order of FP8 products depends on the batch"),
-            (backend in ("torch", "vllm-flash-attn") and f"attention_backend is {backend}", "the size of the batch changes its sums"),
+            (
+                backend in ("torch", "vllm-flash-attn") and f"attention_backend is {backend}",
+                "the size of the batch changes its sums",
+            ),
         ]
         for given, reason in excluded:
             if given:

@@ -18,9 +18,7 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.whole_steps import is_plain
 
 
-def check_same_bits(
-    spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype, quantized: bool
-) -> None:
+def check_same_bits(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype, quantized: bool) -> None:
     """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes."""
     if reason := _reason(spec, device, dtype, quantized):
         raise UnsupportedCheckpoint(f"deterministic is on, and {reason}; leave it out")

@@ -34,9 +34,7 @@ def check(architecture: str = "LlamaForCausalLM", *, device: torch.device = CUDA
     names = ("dtype", "quantized")
     options: dict[str, Any] = {"dtype": torch.bfloat16, "quantized": False}
     options |= {name: given.pop(name) for name in names if name in given}
-    check_same_bits(
-        NATIVE[architecture](CONFIG | {"architectures": [architecture]} | given), device=device, **options
-    )
+    check_same_bits(NATIVE[architecture](CONFIG | {"architectures": [architecture]} | given), device=device, **options)
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -81,5 +79,7 @@ def test_a_cpu_takes_the_library_and_a_type_that_it_computes(monkeypatch: pytest
 def test_a_model_of_transformers_code_is_refused_before_it_is_read(tmp_path: Path) -> None:
     config = CONFIG | {"architectures": ["XGLMForCausalLM"], "model_type": "xglm"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedCheckpoint, match="deterministic is on, which is for native decoders: XGLMForCausalLM"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="deterministic is on, which is for native decoders: XGLMForCausalLM"
+    ):
         load(tmp_path, device="cpu", invariant=True)

@@ -56,9 +56,7 @@ def step_of(model: Decoder, *spans: tuple[int, int, int], backend: Any = "auto",
     return StepInput(**usual | changes)
 
 
-def loaded(
-    directory: Path, family: str, *, dtype: str = "float32", invariant: bool = False, **config: Any
-) -> Decoder:
+def loaded(directory: Path, family: str, *, dtype: str = "float32", invariant: bool = False, **config: Any) -> Decoder:
     make(directory, family, **config)
     model = load(directory, device="cpu", dtype=dtype, invariant=invariant)
     assert isinstance(model, Decoder)

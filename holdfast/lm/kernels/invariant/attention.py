@@ -217,9 +217,7 @@ class InvariantAttention(PagedAttention):
         sinks: torch.Tensor | None,
     ) -> None:
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
-        sizes = dict(
-            GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d
-        )
+        sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
         # The same for all steps. Float32 runs without tensor cores, and large heads take more registers.
         large, exact = self.block_d > 128, query.element_size() > 2
         attend_parts_kernel[(len(tiles.work), self.num_kv_heads)](

@@ -253,7 +253,9 @@ def test_the_head_of_normed_rows_gives_the_bits_of_the_step(library: Library, dt
     assert torch.equal(made.steps.head(normed), logits)
     assert torch.equal(made.steps.head(normed[1:2]), logits[1:2])
     assert made.steps.head(normed[:0]).shape == (0, VOCABULARY)
-    with pytest.raises(ValueError, match=r"normed rows are torch.float64 \[3, 52\]; a step takes contiguous torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"normed rows are torch.float64 \[3, 52\]; a step takes contiguous torch.float32"
+    ):
         made.steps.head(normed.double())
 
 

@@ -39,6 +39,8 @@ QuantizationName = Literal["none", "fp8"]
 CacheTypeName = Literal["auto", "fp8"]
 ExecutorName = Literal["paged", "padded"]
 
+OWN_ATTENTION: tuple[AttentionBackendName, ...] = ("auto", "holdfast")
+"""Attention backends of our own kernels."""
 SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
 """Schedulers that have a name; each plans padded rows."""
 ROW_SCHEDULERS: tuple[SchedulerName, ...] = (
@@ -310,9 +312,9 @@ class CoreConfig:
     seed: int = option(0, "seed for requests that give none")
     deterministic: bool = option(
         False,
-        "give a request the same tokens and log probabilities, bit for bit, whatever runs beside it, however its prompt "
-        "is cut, and wherever its state was; for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and Phi 3, unquantized, on "
-        "one device; slower",
+        "give a request the same tokens and log probabilities, bit for bit, whatever runs beside it, however its "
+        "prompt is cut, and wherever its state was; for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and Phi 3, "
+        "unquantized, on one device",
         executor="paged",
     )
     threads: int | None = option(
@@ -386,15 +388,15 @@ class CoreConfig:
 
     def _check_deterministic(self) -> None:
         """Raises ValueError for an option with which a token's bits would depend on other tokens, or on the device."""
-        backend = self.attention_backend
+        backend, cache, weights = self.attention_backend, self.kv_cache_dtype, self.quantization
         excluded = [
             (self.several_devices, "devices add up parts of each sum, in an order that their number changes"),
             (self.rows_only, "the code of Transformers sums in an order that the size of the batch changes"),
-            (self.kv_cache_dtype == "fp8" and "kv_cache_dtype is fp8", "its kernels read no FP8"),
-            (self.quantization == "fp8" and "quantization is fp8", "the order of FP8 products depends on the batch"),
+            (f"kv_cache_dtype is {cache}" if cache != "auto" else "", "its kernels read no FP8"),
+            (f"quantization is {weights}" if weights != "none" else "", "the batch changes the order of FP8 products"),
             (
-                backend in ("torch", "vllm-flash-attn") and f"attention_backend is {backend}",
-                "the size of the batch changes its sums",
+                f"attention_backend is {backend}" if backend not in OWN_ATTENTION else "",
+                "the batch changes the order of its sums",
             ),
         ]
         for given, reason in excluded:

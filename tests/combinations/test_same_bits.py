@@ -1,4 +1,4 @@
-"""A deterministic engine gives each request the tokens and the log probabilities that it gives it alone, bit for bit."""
+"""A deterministic engine gives a request the tokens and log probabilities that it gives it alone, bit for bit."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TILE_ROWS = 64
 """Rows of every tile, if so many heads do not share a KV head. A tensor core may add up a tile of another height in
 another order."""
 PART_KEYS = 1024
-"""Keys of a part of the context. Parts begin at multiples of it, each is added up by itself, then all in their order."""
+"""Keys of a part of the context. Parts begin at multiples of it. Each is added up by itself, then all in order."""
 MOST_PARTIALS = 256
 """Most partial results of a step's tiles of one kind, which bounds their memory. Tiles beyond stay whole."""
 

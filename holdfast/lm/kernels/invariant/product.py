@@ -87,7 +87,7 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["parts", "count"])
 def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.constexpr):
-    """out = the sums of partials [parts, count] and a bias [outputs] that repeats along them. Program (some numbers)."""
+    """out = the sums of partials [parts, count] and a bias [outputs] for each row. Program (some numbers)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < count
     total = tl.zeros([BLOCK], tl.float32)

@@ -12,8 +12,8 @@ def layer_ops_for(shape: LayerShape, group: Group | None = None, *, invariant: b
     """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere.
 
     In bfloat16 on a CPU, it is the library in C, if the install has it. `group` is the devices that share each layer,
-    if there are several. `invariant`: the bits of a token's results must not depend on the other tokens. On a CPU only the
-    library's whole steps keep that (`whole_steps`).
+    if there are several. `invariant`: the bits of a token's results must not depend on the other tokens. On a CPU
+    only the library's whole steps keep that (`whole_steps`).
     """
     if shape.inverse_frequencies.device.type == "cuda" and invariant:
         from holdfast.lm.kernels.invariant.layers import InvariantLayerOps

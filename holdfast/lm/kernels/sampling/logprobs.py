@@ -54,8 +54,8 @@ def log_probabilities(
 ) -> Logprobs:
     """The log probabilities of tokens [T] int64 after logits [T, V], and of the `most` most probable ones.
 
-    After these come those of the tokens `named` [T, N] int64. Sums are float32. With `alone`, a row's bits do not depend
-    on the other rows. Does not wait for the device.
+    After these come those of the tokens `named` [T, N] int64. Sums are float32. With `alone`, a row's bits do not
+    depend on the other rows. Does not wait for the device.
     """
     most = min(most, logits.shape[-1])
     own, top, ids = [], [], []

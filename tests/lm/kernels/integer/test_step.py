@@ -253,9 +253,7 @@ def test_the_head_of_normed_rows_gives_the_bits_of_the_step(library: Library, dt
     assert torch.equal(made.steps.head(normed), logits)
     assert torch.equal(made.steps.head(normed[1:2]), logits[1:2])
     assert made.steps.head(normed[:0]).shape == (0, VOCABULARY)
-    with pytest.raises(
-        ValueError, match=r"normed rows are torch.float64 \[3, 52\]; a step takes contiguous torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"normed rows are torch.float64 \[3, 52\]; a step takes"):
         made.steps.head(normed.double())
 
 
@@ -287,9 +285,7 @@ def test_places_that_do_not_exist_are_refused_and_others_stay() -> None:
 def test_tensors_of_other_types_and_shapes_are_named() -> None:
     made = Made(integer_library())
     stream, usual = stream_of(made, 3), made.tokens()
-    with pytest.raises(
-        ValueError, match=r"embeddings are torch.float64 \[3, 52\]; a step takes contiguous torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"embeddings are torch.float64 \[3, 52\]; a step takes"):
         made.steps.logits(stream.double(), usual)
     with pytest.raises(ValueError, match=r"slots are torch.int64 \[2\]"):
         made.steps.logits(stream, replace(usual, slots=usual.slots[:2]))

@@ -145,8 +145,9 @@ class DecoderSteps:
             return self._steps.normed(stream, tokens)
         wanted = np.arange(len(stream)) if step.sample_at is None else step.sample_at.numpy()
         found = stream.new_empty(len(wanted), stream.shape[1], dtype=torch.float32)
-        # A token reads the keys of those before it, which a step may hold in any order.
-        order = np.lexsort((step.positions.numpy(), tokens.rows))
+        # A token reads the keys of earlier positions. The step may hold them anywhere, also in the segment of another
+        # sequence that begins alike and computes the shared blocks.
+        order = np.argsort(step.positions.numpy(), kind="stable")
         place = np.argsort(order)[wanted]  # of each sampled token in that order
         for first in range(0, len(order), MOST_TOKENS):
             now = order[first : first + MOST_TOKENS]

@@ -196,6 +196,26 @@ def test_an_invariant_model_gives_a_token_the_same_bits_in_any_step(
         assert (plain.forward(whole).float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
+def test_a_step_in_several_calls_computes_shared_blocks_before_they_are_read(
+    with_library: None, tmp_path: Path
+) -> None:
+    """The first sequence of the step reads blocks that the last one computes."""
+    model = loaded(tmp_path, "Llama", invariant=True)
+    tables = TABLES.clone()
+    tables[0, :5] = tables[1, :5]
+    spans = (0, 20, 39), (2, 0, 30), (1, 0, 39)
+    rows = torch.from_numpy(np.repeat([row for row, *_ in spans], [stop - start for _, start, stop in spans]))
+    whole = step_of(model, *spans, block_tables=tables)
+    slots = tables[rows, whole.positions // BLOCK].long() * BLOCK + whole.positions % BLOCK
+    whole = replace(whole, slot_mapping=slots)
+    first = part_of(whole, torch.arange(49, 88), segments(spans[2]))
+    later = part_of(whole, torch.arange(19), segments(spans[0]))
+    with torch.inference_mode():
+        found = model.forward(whole)
+        assert torch.equal(model.forward(first), found[49:])
+        assert torch.equal(model.forward(later), found[:19])
+
+
 CONFIG: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,

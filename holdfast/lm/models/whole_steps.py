@@ -165,7 +165,7 @@ class DecoderSteps:
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the rows that `normed` gave, before caps and divisors."""
-        parts = normed.split(MOST_TOKENS)  # the library's scratch memory grows with the rows
+        parts = torch.split(normed, MOST_TOKENS)  # the library's scratch memory grows with the rows
         return self._steps.head(normed) if len(parts) < 2 else torch.cat([self._steps.head(part) for part in parts])
 
     def _tokens(self, step: StepInput) -> StepTokens:

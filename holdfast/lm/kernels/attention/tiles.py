@@ -266,8 +266,13 @@ class DeviceTilesBuilder:
     def _lists(self, segments: Segments, *, all_narrow: bool = False) -> tuple[TileList, TileList]:
         """The wide and the narrow tiles of a batch. With `all_narrow`, long segments also have narrow tiles."""
         narrow = all_narrow | (segments.query_length * self.group_size <= self.narrow_m)
-        room = dict(partial_keys=self.partial_keys, most_partials=self.most_partials)
-        tiles = partial(tile_list, segments, group_size=self.group_size, **room)
+        tiles = partial(
+            tile_list,
+            segments,
+            group_size=self.group_size,
+            partial_keys=self.partial_keys,
+            most_partials=self.most_partials,
+        )
         wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)
         return wide, tiles(narrow, block_m=self.narrow_m, split_for=self.split_narrow)
 

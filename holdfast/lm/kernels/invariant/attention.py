@@ -218,7 +218,7 @@ class InvariantAttention(PagedAttention):
     ) -> None:
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
-        # The same for all steps. Float32 runs without tensor cores, and large heads take more registers.
+        # These are the same for all steps. Float32 runs without tensor cores, and large heads take more registers.
         large, exact = self.block_d > 128, query.element_size() > 2
         attend_parts_kernel[(len(tiles.work), self.num_kv_heads)](
             *(query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials),
@@ -237,7 +237,7 @@ class InvariantAttention(PagedAttention):
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
             CHUNKED=chunked,
-            num_warps=8 if large or exact else 4,
+            num_warps=8 if self.block_d > 64 or exact else 4,
             num_stages=1 if exact else 3,
         )
         if len(tiles.merges):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.invariant.product import partial_products, product
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
@@ -18,7 +19,7 @@ class InvariantLayerOps(FusedLayerOps):
     The other kernels have a program for each token, or compute each number by itself.
     """
 
-    def __init__(self, shape: LayerShape, group: None = None) -> None:
+    def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
         """Raises ValueError for a group: its devices would add up parts of each sum."""
         if group is not None:
             raise ValueError("deterministic is on, and several devices share the layers; drop one")

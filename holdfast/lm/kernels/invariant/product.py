@@ -31,8 +31,9 @@ class SumOrder:
     parts: int
 
 
-def order_of(outputs: int, inputs: int, item_bytes: int) -> SumOrder:
-    """The order for a weight of these sizes. It must depend on nothing else."""
+def order_of(weight: torch.Tensor) -> SumOrder:
+    """The order for a weight [N, K]. It depends on sizes and type of the weight alone."""
+    (outputs, inputs), item_bytes = weight.shape, weight.element_size()
     step = 64 if item_bytes == 2 else 32
     steps, tiles = triton.cdiv(inputs, step), triton.cdiv(outputs, BLOCK_N)
     parts = max(1, min(MOST_PARTS, PROGRAMS // tiles, steps // LEAST_STEPS))
@@ -40,9 +41,9 @@ def order_of(outputs: int, inputs: int, item_bytes: int) -> SumOrder:
     return SumOrder(step, size, triton.cdiv(inputs, size))
 
 
-@triton.jit(do_not_specialize=["rows", "size", "parts"])
+@triton.jit(do_not_specialize=["rows", "steps", "parts"])
 def product_kernel(
-    x, weight, bias, out, rows, outputs, inputs, size, parts, x_stride, weight_stride_n, weight_stride_k,
+    x, weight, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n, weight_stride_k,
     APART: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
@@ -66,8 +67,8 @@ def product_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for part in range(first_part, stop_part):
         added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for begin in range(part * size, tl.minimum((part + 1) * size, inputs), BLOCK_K):
-            at = begin + step
+        for number in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(inputs, BLOCK_K))):
+            at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
             if EVEN:
                 own = tl.load(x_at + at[None, :])
                 numbers = tl.load(weight_at + at[:, None] * weight_stride_k)
@@ -79,7 +80,7 @@ def product_kernel(
     held = (row < rows)[:, None] & (output < outputs)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]
     if APART:
-        place += first_part.to(tl.int64) * rows * outputs
+        place += tl.program_id(1).to(tl.int64) * rows * outputs
     elif bias is not None:
         total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=held)
@@ -125,7 +126,7 @@ def partial_products(x: torch.Tensor, weight: torch.Tensor, *, processors: int) 
     P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way.
     """
     apart = cuts(x, weight, processors)
-    parts = order_of(*weight.shape, x.element_size()).parts if apart else 1
+    parts = order_of(weight).parts if apart else 1
     out = x.new_empty(parts, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
         _launch(x, weight, None, out, apart=apart)
@@ -135,14 +136,14 @@ def partial_products(x: torch.Tensor, weight: torch.Tensor, *, processors: int) 
 def cuts(x: torch.Tensor, weight: torch.Tensor, processors: int) -> bool:
     """Whether different programs add up the parts of each sum."""
     tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
-    return tiles < processors and order_of(*weight.shape, x.element_size()).parts > 1
+    return tiles < processors and order_of(weight).parts > 1
 
 
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, apart: bool
 ) -> None:
     (outputs, inputs), rows = weight.shape, len(x)
-    order = order_of(outputs, inputs, x.element_size())
+    order = order_of(weight)
     if x.stride(1) != 1:
         x = x.contiguous()
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
@@ -154,7 +155,7 @@ def _launch(
         rows,
         outputs,
         inputs,
-        order.size,
+        order.size // order.step,
         order.parts,
         x.stride(0),
         *weight.stride(),

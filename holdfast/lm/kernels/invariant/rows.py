@@ -10,8 +10,8 @@ import torch
 def each_row(compute: Callable[..., torch.Tensor], *columns: torch.Tensor) -> torch.Tensor:
     """compute(*columns), on a CPU for each row by itself. All tensors have the same number of rows.
 
-    PyTorch divides the numbers of all rows among the CPU's threads, and the last ones of each part are computed by
-    other instructions than those before. So a row is computed in memory of its own. A GPU computes all numbers alike.
+    PyTorch divides the numbers of all rows among the CPU's threads, and may compute the last ones of each part by other
+    instructions than those before. So a row is computed in memory of its own. A GPU computes all numbers alike.
     """
     if columns[0].device.type != "cpu" or not len(columns[0]):
         return compute(*columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,6 @@ from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.types import History, Sampling
 
-ORDER = ("temperature", "top_k", "top_p", "seed", "position")
-"""The columns of `sample`, in the order of its arguments."""
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -151,9 +149,15 @@ class Sampler:
         if wishes is not None and masks is not None:
             allowed = forbid(logits.clone() if len(wishes.reported) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
-        draw = partial(sample, **options)
-        order = [columns[name] for name in ORDER]
-        tokens = each_row(draw, shaped, *order) if self._alone and any_random else draw(shaped, *order)
+        if self._alone and any_random:
+
+            def draw(logits: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
+                own: dict[str, Any] = dict(zip(columns, row, strict=True))
+                return sample(logits, **own, **options)
+
+            tokens = each_row(draw, shaped, *columns.values())
+        else:
+            tokens = sample(shaped, **columns, **options)
         return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
 
     def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.invariant import product as module
-from holdfast.lm.kernels.invariant.product import cuts, order_of, partial_products, product
+from holdfast.lm.kernels.invariant.product import SumOrder, cuts, order_of, partial_products, product
 
 FEW, MANY = 1, 1000
 """Processors of a device that a product fills without cuts, and of one that it does not."""
@@ -47,7 +47,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
 ) -> None:
     """Cut products are added up by their readers, and the norm's kernel adds them as this test does."""
     x, weight, bias = drawn(19, 33, inputs, device, dtype)
-    assert order_of(33, inputs, x.element_size()).parts > 1 and cuts(x, weight, MANY) and not cuts(x, weight, FEW)
+    assert order_of(weight).parts > 1 and cuts(x, weight, MANY) and not cuts(x, weight, FEW)
     wanted = product(x, weight, bias, processors=FEW)
     sums = partial_products(x, weight, processors=FEW)[0]
     for begin, end in ((0, 19), (3, 4), (0, 8), (5, 18), (18, 19)):
@@ -67,12 +67,17 @@ def test_no_rows_give_no_rows(device: str) -> None:
 
 def test_the_order_of_a_sum_depends_on_the_weight_and_its_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+
+    def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> SumOrder:
+        return order_of(torch.empty(outputs, inputs, dtype=dtype, device="meta"))
+
     for outputs, inputs in ((4096, 4096), (4096, 14336), (128256, 4096), (6144, 4096), (576, 576), (64, 10)):
-        for item_bytes in (2, 4):
-            order = order_of(outputs, inputs, item_bytes)
-            assert order.size % order.step == 0 and (order.parts - 1) * order.size < inputs <= order.parts * order.size
-            assert order.parts == 1 or order.size >= module.LEAST_STEPS * order.step
-    assert order_of(4096, 14336, 2).parts > 1 and order_of(128256, 4096, 2).parts == 1
+        for dtype in (torch.bfloat16, torch.float32):
+            found = order(outputs, inputs, dtype)
+            assert found.size % found.step == 0
+            assert (found.parts - 1) * found.size < inputs <= found.parts * found.size
+            assert found.parts == 1 or found.size >= module.LEAST_STEPS * found.step
+    assert order(4096, 14336).parts > 1 and order(128256, 4096).parts == 1
 
 
 @pytest.mark.gpu

@@ -5,8 +5,8 @@
 A request of `--distinct` is first computed alone: one sequence at a time, each prompt in one step, without shared
 state. Then `--requests` of them, drawn at random, come as crowds to engines with other chunks, batches and tiers
 (`CROWDS`). An answer is its tokens and the log probabilities of each and of three alternatives; it is equal if all
-bits are. The same crowd on an engine without `--deterministic` shows how many answers differ there. Last, rounds of a
-crowd on an engine of each kind, one after the other, give the cost. Half of the requests are greedy; the others draw
+bits are. A crowd on an engine without `--deterministic` shows how many answers differ there. Last, rounds of a crowd
+on an engine of each kind, one after the other, give the cost. Half of the requests are greedy; the others draw
 with seeds of their own. A third of the prompts begin alike.
 """
 

@@ -11,10 +11,10 @@ from torch.nn import functional
 from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
-from holdfast.lm.kernels.invariant.rows import each_row
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
+from holdfast.lm.kernels.rows import each_row
 from holdfast.lm.models.attention_mixer import (
     AttentionMixer,
     AttentionWeights,

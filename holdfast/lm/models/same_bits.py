@@ -2,7 +2,7 @@
 
 A number's bits depend on the order in which it is added up. Fast kernels choose that order by the number of rows, so
 a batch or a chunk of another size gives other bits. With `CoreConfig.deterministic`, each sum of a token has one order:
-on a CPU that of the library in C (`whole_steps`), on a GPU that of the kernels in `kernels.invariant`.
+on a CPU that of the library in C (`whole_steps`), on a GPU that of `InvariantLayerOps` and `InvariantAttention`.
 """
 
 from __future__ import annotations

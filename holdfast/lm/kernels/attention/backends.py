@@ -130,7 +130,7 @@ def attention_for(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     # Imported here because a CPU installation has no Triton.
     if invariant:
-        from holdfast.lm.kernels.invariant.attention import InvariantAttention
+        from holdfast.lm.kernels.attention.invariant import InvariantAttention
 
         return InvariantAttention(device=device, num_processors=processors, **sizes)
     from holdfast.lm.kernels.attention.paged import PagedAttention

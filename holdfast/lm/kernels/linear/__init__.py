@@ -16,7 +16,7 @@ def layer_ops_for(shape: LayerShape, group: Group | None = None, *, invariant: b
     only the library's whole steps keep that (`whole_steps`).
     """
     if shape.inverse_frequencies.device.type == "cuda" and invariant:
-        from holdfast.lm.kernels.invariant.layers import InvariantLayerOps
+        from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
 
         return InvariantLayerOps(shape, group)
     if shape.inverse_frequencies.device.type == "cuda":

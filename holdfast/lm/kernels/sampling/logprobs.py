@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.core.types import TokenLogprobs
-from holdfast.lm.kernels.invariant.rows import each_row
+from holdfast.lm.kernels.rows import each_row
 
 NUMBERS_AT_ONCE = 1 << 24
 """Largest number of logits that are normalised at once, which bounds the memory for them."""

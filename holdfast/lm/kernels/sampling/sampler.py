@@ -13,7 +13,7 @@ import torch
 
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
-from holdfast.lm.kernels.invariant.rows import each_row
+from holdfast.lm.kernels.rows import each_row
 from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sample import best_tokens, sample

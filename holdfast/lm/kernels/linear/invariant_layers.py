@@ -8,8 +8,8 @@ import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
-from holdfast.lm.kernels.invariant.product import partial_products, product
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.kernels.linear.invariant_product import partial_products, product
 from holdfast.lm.kernels.linear.layers import Change, Gated, LayerShape, Normed, nothing
 
 

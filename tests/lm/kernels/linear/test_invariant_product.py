@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.lm.kernels.invariant import product as module
-from holdfast.lm.kernels.invariant.product import SumOrder, cuts, order_of, partial_products, product
+from holdfast.lm.kernels.linear import invariant_product as module
+from holdfast.lm.kernels.linear.invariant_product import SumOrder, cuts, order_of, partial_products, product
 
 FEW, MANY = 1, 1000
 """Processors of a device that a product fills without cuts, and of one that it does not."""

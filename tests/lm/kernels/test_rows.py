@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.lm.kernels.invariant.rows import each_row
+from holdfast.lm.kernels.rows import each_row
 
 
 def test_each_row_is_computed_in_memory_of_its_own() -> None:

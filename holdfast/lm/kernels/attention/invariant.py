@@ -13,8 +13,8 @@ from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 
 TILE_ROWS = 64
-"""Rows of every tile, if so many heads do not share a KV head. A tensor core may add up a tile of another height in
-another order."""
+"""Rows of every tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
+another height in another order."""
 PART_KEYS = 1024
 """Keys of a part of the context. Parts begin at multiples of it. Each is added up by itself, then all in order."""
 MOST_PARTIALS = 256

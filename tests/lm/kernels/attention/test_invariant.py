@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.lm.kernels.attention import invariant as module
+from holdfast.lm.kernels.attention.invariant import InvariantAttention
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.invariant import attention as module
-from holdfast.lm.kernels.invariant.attention import InvariantAttention
 from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 MIXED = [(3, 0, 20), (0, 149, 150), (1, 100, 131), (4, 0, 1), (5, 199, 200)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.lm.kernels.invariant import product as module
-from holdfast.lm.kernels.invariant.layers import InvariantLayerOps
+from holdfast.lm.kernels.linear import invariant_product as module
+from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
 from tests.lm.kernels.linear.test_layers import doubled, drawn, oracle, shape_of
 

@@ -39,6 +39,8 @@ QuantizationName = Literal["none", "fp8"]
 CacheTypeName = Literal["auto", "fp8"]
 ExecutorName = Literal["paged", "padded"]
 
+OWN_ATTENTION: tuple[AttentionBackendName, ...] = ("auto", "holdfast")
+"""Attention backends of our own kernels."""
 SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
 """Schedulers that have a name; each plans padded rows."""
 ROW_SCHEDULERS: tuple[SchedulerName, ...] = (
@@ -308,6 +310,13 @@ class CoreConfig:
     )
     trace: str | None = option(None, "write a trace of every step to this file, in Chrome's trace format")
     seed: int = option(0, "seed for requests that give none")
+    deterministic: bool = option(
+        False,
+        "give a request the same tokens and log probabilities, bit for bit, whatever runs beside it, however its "
+        "prompt is cut, and wherever its state was; for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and Phi 3, "
+        "unquantized, on one device",
+        executor="paged",
+    )
     threads: int | None = option(
         None, "number of CPU threads of the engine, in all its processes; default: PyTorch's choice", between=(1, 1024)
     )
@@ -321,6 +330,8 @@ class CoreConfig:
         self._check_host_tier()
         self._check_executor()
         self._check_scheduling()
+        if self.deterministic:
+            self._check_deterministic()
         if self.several_devices and self.rows_only:
             raise ValueError(f"{self.several_devices}, and {self.rows_only}: padded rows run on one device; drop one")
 
@@ -374,6 +385,23 @@ class CoreConfig:
                 )
         elif self.executor == "padded":
             self._refuse_changed("paged")
+
+    def _check_deterministic(self) -> None:
+        """Raises ValueError for an option with which a token's bits would depend on other tokens, or on the device."""
+        backend, cache, weights = self.attention_backend, self.kv_cache_dtype, self.quantization
+        excluded = [
+            (self.several_devices, "devices add up parts of each sum, in an order that their number changes"),
+            (self.rows_only, "the code of Transformers sums in an order that the size of the batch changes"),
+            (f"kv_cache_dtype is {cache}" if cache != "auto" else "", "its kernels read no FP8"),
+            (f"quantization is {weights}" if weights != "none" else "", "the batch changes the order of FP8 products"),
+            (
+                f"attention_backend is {backend}" if backend not in OWN_ATTENTION else "",
+                "the batch changes the order of its sums",
+            ),
+        ]
+        for given, reason in excluded:
+            if given:
+                raise ValueError(f"deterministic is on, and {given}: {reason}; drop one")
 
     def _refuse_changed(self, executor: str) -> None:
         """Raises ValueError for the first changed option that only this executor reads."""

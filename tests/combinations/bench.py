@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.core.contract import NO_CONTRACT, Contract
-from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.core.types import Identity, Request, SamplingParams, TokenLogprobs
 from holdfast.engine import messages
 from holdfast.engine.process.build import PARTS, build_engine
 from holdfast.engine.process.handler import Gate, Handler, Router
@@ -95,6 +95,8 @@ class Bench:
         self.sent: list[messages.FromEngine] = []
         self.asked: dict[str, Asked] = {}
         self.tokens: dict[str, tuple[int, ...]] = {}
+        self.logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        """By request, the log probabilities of its prompt and of its answer, as far as it asks for them."""
         self.cached: dict[str, int] = {}
         """By request, the prompt's tokens that were found in a cache."""
         self.ended: list[str] = []
@@ -130,6 +132,8 @@ class Bench:
             return
         for output in self.loop.step() or ():
             self.tokens[output.request_id] += tuple(output.tokens)
+            told = (*output.prompt_logprobs, *output.logprobs)
+            self.logprobs[output.request_id] = self.logprobs.get(output.request_id, ()) + told
             self.cached.setdefault(output.request_id, output.cached_tokens)
             if output.finish_reason is not None:
                 self.ended.append(output.request_id)

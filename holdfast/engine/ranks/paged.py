@@ -212,6 +212,7 @@ def load_part(config: EngineConfig, checkpoint: Checkpoint, device: torch.device
         layout=config.layout,
         rank=0 if place is None else place.rank,
         group=None if place is None else place.group,
+        invariant=config.deterministic,
     )
 
 

@@ -185,7 +185,7 @@ class PagedExecutor:
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
         self._draws = stage is None or stage.last
-        self._sampler = Sampler(group, model.spec.vocab_size)
+        self._sampler = Sampler(group, model.spec.vocab_size, alone=bool(model.spec.arithmetic))
         self._device = model.spec.device
         self._hooks = PartHooks(parts, (PenaltyPlan, *memory.batch.inputs.plans))
         self._undrawn: CudaFlight | None = None

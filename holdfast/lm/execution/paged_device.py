@@ -113,6 +113,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             block_size=config.block_size,
             backend=config.attention_backend,
             cache_dtype=self.cache_dtype,
+            invariant=bool(spec.arithmetic),
         )
         self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
         self._places = config.draft_places(spec.device.type) if spec.recurrent_layers else 0
@@ -148,7 +149,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def precision(self) -> str:
         """The types of weights, activations and cache, in words."""
         dtype = str(self.model.spec.dtype).removeprefix("torch.")
-        return precision_of(dtype, self.config.quantization, self.config.kv_cache_dtype)
+        precision = precision_of(dtype, self.config.quantization, self.config.kv_cache_dtype)
+        arithmetic = self.model.spec.arithmetic
+        return f"{precision}, deterministic ({arithmetic})" if arithmetic else precision
 
     @property
     def captures(self) -> bool:

@@ -138,6 +138,10 @@ class ModelSpec:
     shapes: tuple[KVShape, ...] = ()
     """The sizes that each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
 
+    arithmetic: str = ""
+    """With results whose bits do not depend on a step's other tokens: what computes them (`same_bits.arithmetic_of`).
+
+    Empty: their bits may depend on these."""
     reading_layers: int = 0
     """Number of layers that read the keys and values of another layer, and keep none."""
 

@@ -14,6 +14,7 @@ from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
+from holdfast.lm.kernels.rows import each_row
 from holdfast.lm.models.attention_mixer import (
     AttentionMixer,
     AttentionWeights,
@@ -30,6 +31,7 @@ from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
+from holdfast.lm.models.same_bits import arithmetic_of
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
 from holdfast.lm.models.whole_steps import HeadWeights, whole_steps_of
 
@@ -52,18 +54,20 @@ class Decoder:
         fp8: bool = False,
         shard: Shard | None = None,
         group: Group | None = None,
+        invariant: bool = False,
     ) -> None:
         """Fill the weights from `source`. With `fp8`, quantize those of QUANTIZED_FIELDS as each one is loaded.
 
         `shard` is the part that this device holds; by default it holds the whole model. `group` is the devices that
-        share its layers, if there are several; they load at the same time.
+        share its layers, if there are several; they load at the same time. `invariant`: the bits of a token's results
+        depend on the tokens before it alone, not on a step's others; `check_same_bits` accepts the decoder.
         """
         names = decoder.names
         shard = shard or Shard(layers=range(decoder.num_layers))
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._invariant = device, dtype, invariant
         reader = WeightReader(decoder, shard, source, device=device, dtype=dtype, group=group)
         self._no_norm = reader.no_norm
         own = shard.own(decoder)
@@ -100,7 +104,7 @@ class Decoder:
         self._ops, self._local_ops = self._layer_ops(own)
         self._mixers = self._make_mixers(own, windows)
         weight_bytes = reader.nbytes
-        if device.type == "cpu":
+        if device.type == "cpu" and not invariant:
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
             weight_bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
@@ -123,6 +127,7 @@ class Decoder:
             recurrent_layers=sum(own.recurrent),
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
+            arithmetic=arithmetic_of(device) if invariant else "",
             reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
             shapes=tuple(
                 KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
@@ -133,7 +138,9 @@ class Decoder:
         whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder
         kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
         last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
-        self.whole_steps = whole_steps_of(decoder, self.layers, last, windows, kinds) if whole else None
+        self.whole_steps = (
+            whole_steps_of(decoder, self.layers, last, windows, kinds, every=invariant) if whole else None
+        )
         """The steps that one call computes; None if no step of this decoder is computed so."""
 
     def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
@@ -228,7 +235,7 @@ class Decoder:
             # separates steps.
             sums_in_parts=self.shard.first or not own.mlps,
         )
-        return layer_ops_for(shape, self.group)
+        return layer_ops_for(shape, self.group, invariant=self._invariant)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.whole_steps is not None and self.whole_steps.takes(step):
@@ -237,12 +244,19 @@ class Decoder:
         return self.head(rows, step.adapters) if self.shard.last else rows[0]
 
     def hidden(self, step: StepInput) -> torch.Tensor:
-        """The final norm's output [R, hidden]; in a stage before the last, the stream [T, hidden]."""
+        """The final norm's output [R, hidden]; in a stage before the last, the stream [T, hidden].
+
+        It is in float32 where the library in C computes all steps.
+        """
+        if self.whole_steps is not None and self.whole_steps.every:
+            return self.whole_steps.normed(self.embedded(step.ids, step.positions), step)
         rows = self.body(step)
         return self._ops.computed(self._last(rows, step.adapters)) if self.shard.last else rows[0]
 
     def logits(self, hidden: Normed) -> torch.Tensor:
         """Logits [R, own_vocab_size] of rows of `hidden`."""
+        if self.whole_steps is not None and self.whole_steps.every:
+            return self._finished(self.whole_steps.head(hidden))
         if self.project_out is not None:
             hidden = self._ops.linear(hidden, self.project_out)
         return self._finished(self._ops.linear(hidden, self.lm_head, self.lm_head_bias))
@@ -250,7 +264,7 @@ class Decoder:
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits from the products with the LM head, which may be overwritten."""
         if (cap := self.decoder.logit_softcap) is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
+            logits = each_row(partial(_capped, cap=cap), logits) if self._invariant else _capped(logits, cap=cap)
         return logits if self.decoder.logit_divisor == 1.0 else logits.div_(self.decoder.logit_divisor)
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
@@ -446,3 +460,8 @@ class Decoder:
                 lora.scale(projected, stack)
 
         return change
+
+
+def _capped(logits: torch.Tensor, *, cap: float) -> torch.Tensor:
+    """Logits between -cap and cap, in place of the given ones."""
+    return logits.div_(cap).tanh_().mul_(cap)

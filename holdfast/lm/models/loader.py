@@ -48,6 +48,7 @@ from holdfast.lm.models.layer_weights import WeightSource
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of, within
 from holdfast.lm.models.random_weights import random_source
 from holdfast.lm.models.read_ahead import read_ahead
+from holdfast.lm.models.same_bits import check_same_bits
 from holdfast.lm.models.shard import Piece, shard_of
 from holdfast.lm.models.text_decoders import text_config
 
@@ -73,6 +74,7 @@ def load(
     layout: Layout = ONE_RANK,
     rank: int = 0,
     group: Group | None = None,
+    invariant: bool = False,
 ) -> Model:
     """Load a Hugging Face checkpoint directory as a model with its weights on `device`.
 
@@ -82,7 +84,8 @@ def load(
     output.
 
     If several ranks share the model by `layout`, the result is the part of `rank`, and only that part of the weights is
-    read. With tp above 1, `group` is the devices that share its layers.
+    read. With tp above 1, `group` is the devices that share its layers. `invariant`: the bits of a token's results must
+    depend on the tokens before it alone (`same_bits`).
 
     Raises UnsupportedCheckpoint if the checkpoint is not supported, or `hf.NotPaged` if Transformers' module could run
     on the padded executor. No code of a checkpoint is ever run.
@@ -101,6 +104,8 @@ def load(
             raise UnsupportedCheckpoint(
                 f"tp is {layout.tp} and pp is {layout.pp}, which only native decoders take: {reason}"
             ) from None
+        if invariant:
+            raise UnsupportedCheckpoint(f"deterministic is on, which is for native decoders: {reason}") from None
         refuse_quantized(config)
         if load_format == "auto" and (directory / "model.safetensors.index.json").exists():
             files_of(directory)  # Transformers would follow an index to files outside
@@ -116,6 +121,9 @@ def load(
     length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     how = quantization_of(config)
+    if invariant:
+        check_same_bits(spec, device=device, dtype=kind, quantized=how is not None or quantization != "none")
+        options |= dict(invariant=True)
     if load_format == "random":
         return make_decoder(spec, random_source(spec, how, device), **options)
     opened = open_files(directory, spec, config, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,16 +48,19 @@ def whole_steps_of(
     head: HeadWeights,
     windows: Sequence[int | None],
     shapes: Sequence[LayerShape],
+    *,
+    every: bool = False,
 ) -> DecoderSteps | None:
     """The whole steps of a decoder; None if the library is missing, or does not compute such a decoder.
 
-    `windows` are those of its layers, and `shapes` those of its kinds of layers, by their rotation.
+    `windows` are those of its layers, and `shapes` those of its kinds of layers, by their rotation. `every`: the
+    library computes all steps, also those of many tokens.
     """
     library, dtype = step_library(shapes[0].inverse_frequencies.device), shapes[0].dtype
     dense = isinstance(head.weight, torch.Tensor) and all(map(is_dense, layers))
     if library is None or dtype not in DTYPES or not dense or not is_plain(spec):
         return None
-    return DecoderSteps(library, spec, layers, head, windows, shapes)
+    return DecoderSteps(library, spec, layers, head, windows, shapes, every=every)
 
 
 def is_plain(spec: DecoderSpec) -> bool:
@@ -88,9 +91,14 @@ class DecoderSteps:
         head: HeadWeights,
         windows: Sequence[int | None],
         shapes: Sequence[LayerShape],
+        *,
+        every: bool = False,
     ) -> None:
         """The arguments are those of `whole_steps_of`. Raises ValueError for weights that the library does not take."""
         assert isinstance(head.weight, torch.Tensor)
+        self.every = every
+        """Whether all steps are computed so. The bits of a token's results then depend on the tokens before it alone:
+        the library adds up each number in one order, whatever the step's tokens."""
         self._dtype, self._layers = head.weight.dtype, len(layers)
         sizes = StepSizes(
             heads=spec.num_heads,
@@ -115,6 +123,8 @@ class DecoderSteps:
 
     def takes(self, step: StepInput) -> bool:
         """Whether the library computes this step: few tokens, without adapters, and attention left to choose."""
+        if self.every:
+            return True
         if len(step.ids) > MOST_TOKENS or step.adapters is not None or step.stream is not None:
             return False
         attention, metadata = step.attention, step.metadata
@@ -124,8 +134,43 @@ class DecoderSteps:
 
     def logits(self, stream: torch.Tensor, step: StepInput) -> torch.Tensor:
         """Logits [R, V] of a step that `takes` accepts, from its embeddings [T, hidden], before caps and divisors."""
+        if len(stream) <= MOST_TOKENS:
+            return self._steps.logits(stream, self._tokens(step))
+        return self.head(self.normed(stream, step))
+
+    def normed(self, stream: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """The final norm's output [R, hidden] in float32, of which `head` gives the logits."""
+        tokens = self._tokens(step)
+        if len(stream) <= MOST_TOKENS:
+            return self._steps.normed(stream, tokens)
+        wanted = np.arange(len(stream)) if step.sample_at is None else step.sample_at.numpy()
+        found = stream.new_empty(len(wanted), stream.shape[1], dtype=torch.float32)
+        # A token reads the keys of earlier positions. The step may hold them anywhere, also in the segment of another
+        # sequence that begins alike and computes the shared blocks.
+        order = np.argsort(step.positions.numpy(), kind="stable")
+        place = np.argsort(order)[wanted]  # of each sampled token in that order
+        for first in range(0, len(order), MOST_TOKENS):
+            now = order[first : first + MOST_TOKENS]
+            here = np.flatnonzero((place >= first) & (place < first + len(now)))
+            at = torch.from_numpy(now)
+            some = replace(
+                tokens,
+                positions=tokens.positions[at],
+                slots=tokens.slots[at],
+                rows=tokens.rows[now],
+                sample_at=torch.from_numpy(place[here] - first),
+            )
+            found[torch.from_numpy(here)] = self._steps.normed(stream[at], some)
+        return found
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of the rows that `normed` gave, before caps and divisors."""
+        parts = torch.split(normed, MOST_TOKENS)  # the library's scratch memory grows with the rows
+        return self._steps.head(normed) if len(parts) < 2 else torch.cat([self._steps.head(part) for part in parts])
+
+    def _tokens(self, step: StepInput) -> StepTokens:
         metadata: TileMetadata = step.metadata
-        tokens = StepTokens(
+        return StepTokens(
             positions=step.positions,
             slots=step.slot_mapping,
             rows=np.repeat(metadata.row, metadata.queries),
@@ -134,7 +179,6 @@ class DecoderSteps:
             longest=int(metadata.stop.max()),
             sample_at=step.sample_at,
         )
-        return self._steps.logits(stream, tokens)
 
 
 def _layer(layer: LayerWeights, window: int | None, rotation: int) -> StepLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,9 @@ def step_of(model: Decoder, *spans: tuple[int, int, int], backend: Any = "auto",
     return StepInput(**usual | changes)
 
 
-def loaded(directory: Path, family: str, *, dtype: str = "float32", **config: Any) -> Decoder:
+def loaded(directory: Path, family: str, *, dtype: str = "float32", invariant: bool = False, **config: Any) -> Decoder:
     make(directory, family, **config)
-    model = load(directory, device="cpu", dtype=dtype)
+    model = load(directory, device="cpu", dtype=dtype, invariant=invariant)
     assert isinstance(model, Decoder)
     return model
 
@@ -134,6 +135,85 @@ def test_no_library_and_one_without_vectors_compute_no_whole_steps(
     for found in (None, replace(library, level=0)):
         monkeypatch.setattr("holdfast.lm.kernels.integer.library.library", lambda found=found: found)
         assert loaded(tmp_path, "Llama").whole_steps is None
+
+
+LENGTHS = (39, 24, 30, 17)
+"""Tokens of each row in the tests of equal bits."""
+
+
+def part_of(step: StepInput, at: torch.Tensor, batch: Segments, **changes: Any) -> StepInput:
+    """The tokens `at` of a step, which are these segments, over the caches of that step."""
+    names = ("ids", "positions", "slot_mapping")
+    own = {name: getattr(step, name)[at] for name in names}
+    return replace(step, **own, metadata=step.attention.make_metadata(batch), **changes)
+
+
+def in_random_steps(model: Decoder, whole: StepInput, draw: random.Random) -> torch.Tensor:
+    """The logits of all tokens of a step, computed in steps of random segments, in a random order within a step."""
+    starts, done = np.cumsum([0, *LENGTHS]), [0] * len(LENGTHS)
+    found = torch.empty(sum(LENGTHS), model.spec.vocab_size, dtype=model.spec.dtype)
+    while left := [row for row, length in enumerate(LENGTHS) if done[row] < length]:
+        spans = []
+        for row in draw.sample(left, draw.randint(1, len(left))):
+            begin, end = done[row], draw.choice([done[row] + 1, draw.randint(done[row] + 1, LENGTHS[row])])
+            done[row], cut = end, draw.randint(begin, end)
+            spans += [span for span in ((row, begin, cut), (row, cut, end)) if span[1] < span[2]]
+        draw.shuffle(spans)  # a segment may come before another one whose keys it reads
+        at = torch.cat([torch.arange(starts[row] + begin, starts[row] + end) for row, begin, end in spans])
+        step = part_of(whole, at, segments(*spans))
+        found[at] = model.logits(model.hidden(step)) if draw.random() < 0.3 else model.forward(step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen3", {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+        ("Gemma2", {"sliding_window": 6, "final_logit_softcapping": 3.0}),
+    ],
+    ids=["Llama", "Qwen3", "Gemma2"],
+)
+def test_an_invariant_model_gives_a_token_the_same_bits_in_any_step(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    model = loaded(tmp_path, family, invariant=True, **config)
+    assert model.spec.arithmetic.startswith("AVX")
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    caches = [each.clone() for layer in whole.caches for each in layer]
+    with torch.inference_mode():
+        wanted = model.forward(whole)  # more tokens than the library computes in one call
+        written = [each.clone() for layer in whole.caches for each in layer]
+        for seed in range(8):
+            for each, before in zip([each for layer in whole.caches for each in layer], caches, strict=True):
+                each.copy_(before)
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed)), wanted)
+            assert all(map(torch.equal, written, [each for layer in whole.caches for each in layer]))
+        some = torch.tensor([3, 70, 64, 109])
+        assert torch.equal(model.forward(replace(whole, sample_at=some)), wanted[some])
+    plain = loaded(tmp_path, family, **config)
+    with torch.inference_mode():
+        assert (plain.forward(whole).float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+
+
+def test_a_step_in_several_calls_computes_shared_blocks_before_they_are_read(
+    with_library: None, tmp_path: Path
+) -> None:
+    """The first sequence of the step reads blocks that the last one computes."""
+    model = loaded(tmp_path, "Llama", invariant=True)
+    tables = TABLES.clone()
+    tables[0, :5] = tables[2, :5]
+    spans = (0, 20, 39), (1, 0, 30), (2, 0, 39)
+    rows = torch.from_numpy(np.repeat([row for row, *_ in spans], [stop - start for _, start, stop in spans]))
+    whole = step_of(model, *spans, block_tables=tables)
+    slots = tables[rows, whole.positions // BLOCK].long() * BLOCK + whole.positions % BLOCK
+    whole = replace(whole, slot_mapping=slots)
+    first = part_of(whole, torch.arange(49, 88), segments(spans[2]))
+    later = part_of(whole, torch.arange(19), segments(spans[0]))
+    with torch.inference_mode():
+        found = model.forward(whole)
+        assert torch.equal(model.forward(first), found[49:])
+        assert torch.equal(model.forward(later), found[:19])
 
 
 CONFIG: dict[str, Any] = {

@@ -70,16 +70,24 @@ def latent_attention_for(
 
 
 def attention_of_layers(
-    device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, latent_rank: int = 0, **options: Any
+    device: torch.device | str,
+    shapes: Sequence[KVShape],
+    *,
+    num_heads: int,
+    latent_rank: int = 0,
+    invariant: bool = False,
+    **options: Any,
 ) -> Attention[Any]:
     """The attention backend for layers whose keys and values have these `shapes`.
 
     Layers of one shape share a backend. With a `latent_rank`, all layers have one shape, and the first `latent_rank`
-    numbers of a key are its value. `options` and errors are those of `attention_for` and `latent_attention_for`.
+    numbers of a key are its value. `invariant`, `options` and errors are those of `attention_for` and
+    `latent_attention_for`.
     """
     if latent_rank:
         width = shapes[0].key_size
         return latent_attention_for(device, num_heads=num_heads, head_dim=width, rank=latent_rank, **options)
+    options["invariant"] = invariant
     backends = {
         shape: attention_for(device, num_heads=num_heads, num_kv_heads=shape.heads, head_dim=shape.key_size, **options)
         for shape in dict.fromkeys(shapes)
@@ -96,10 +104,12 @@ def attention_for(
     block_size: int,
     backend: AttentionBackendName = "auto",
     cache_dtype: torch.dtype | None = None,
+    invariant: bool = False,
 ) -> Attention[Any]:
     """The attention backend for these heads on `device`. `auto` selects our kernels on CUDA, and PyTorch on a CPU.
 
-    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8.
+    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8. `invariant`: the bits of
+    a token's result must not depend on the other tokens of its step; on a CPU, the library's whole steps keep that.
 
     Raises ValueError for heads that cannot share KV heads evenly, sizes out of range, a device without a backend, or a
     backend that is not installed or does not support the device.
@@ -117,10 +127,14 @@ def attention_for(
     sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     if device.type == "cpu" or backend == "torch":
         return TorchAttention(device=device, **sizes, in_whole_steps=device.type == "cpu" and backend != "torch")
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
     # Imported here because a CPU installation has no Triton.
+    if invariant:
+        from holdfast.lm.kernels.attention.invariant import InvariantAttention
+
+        return InvariantAttention(device=device, num_processors=processors, **sizes)
     from holdfast.lm.kernels.attention.paged import PagedAttention
 
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     paged = PagedAttention(device=device, num_processors=processors, fp8_cache=cache_dtype == FP8, **sizes)
     if backend == "vllm-flash-attn":
         kernels = vllm_kernels(device)

@@ -70,10 +70,14 @@ def tile_list(
     group_size: int,
     block_m: int,
     split_for: Callable[[Records], int],
+    partial_keys: int | None = None,
+    most_partials: int = 0,
 ) -> TileList:
     """Tiles of the chosen [S] segments, cut over the context into pieces.
 
-    `split_for` takes the number of keys of each tile and returns the largest number of keys in a piece.
+    `split_for` takes the number of keys of each tile and returns the largest number of keys in a piece. A piece has one
+    partial result, or one for each `partial_keys` keys, of which pieces have a multiple. All tiles have at most
+    `most_partials` of these, so some tiles stay whole.
     """
     if not chosen.any():
         return TileList(block_m, NO_RECORDS, NO_RECORDS)
@@ -87,11 +91,15 @@ def tile_list(
 
     split = split_for(keys)
     splits = -(-keys // split)
+    if partial_keys is not None:
+        wanted = np.where(splits > 1, -(-keys // partial_keys), 0)
+        splits = np.where(np.cumsum(wanted) <= most_partials, splits, 1)
     tile = np.repeat(np.arange(len(splits)), splits)
     first_key = _count_within(splits) * split
-    stop_key = np.minimum(first_key + split, keys[tile])
+    stop_key = np.where(splits[tile] > 1, np.minimum(first_key + split, keys[tile]), keys[tile])
     in_parts = splits > 1
-    partial = np.where(in_parts[tile], np.cumsum(in_parts[tile]), 0)
+    counts = np.where(in_parts, -(-keys // (partial_keys or split)), 0)
+    partial = np.where(in_parts[tile], 1 + (np.cumsum(counts) - counts)[tile] + first_key // (partial_keys or split), 0)
 
     work = np.zeros((len(tile), FIELDS), np.int32)
     of = segment[tile]
@@ -104,7 +112,7 @@ def tile_list(
     merges = np.zeros((int(in_parts.sum()), FIELDS), np.int32)
     of = segment[in_parts]
     merges[:, 0], merges[:, 1], merges[:, 2] = segments.query_start[:-1][of], rows[of], first_row[in_parts]
-    merges[:, 4] = splits[in_parts]
+    merges[:, 4] = counts[in_parts]
     merges[:, 3] = np.cumsum(merges[:, 4]) - merges[:, 4]
     return TileList(block_m, work, merges)
 
@@ -194,16 +202,22 @@ class DeviceTilesBuilder:
         group_size: int,
         narrow_m: int,
         wide_m: int,
+        partial_keys: int | None = None,
+        most_partials: int = 0,
     ) -> None:
-        """`narrow_m` and `wide_m` count the rows of a tile; `group_size` counts the query heads of a KV head."""
+        """`narrow_m` and `wide_m` count the rows of a tile; `group_size` counts the query heads of a KV head.
+
+        `partial_keys` and `most_partials` are those of `tile_list`, for each kind.
+        """
+        self.partial_keys, self.most_partials = partial_keys, most_partials
         self.device, self.group_size = device, group_size
         self.narrow_m, self.wide_m = narrow_m, wide_m
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
         stream = partial(split_to_stream, heads=num_kv_heads, processors=num_processors)
         evenly = partial(split_evenly, heads=num_kv_heads, processors=num_processors)
-        self.split_narrow = partial(stream, spare=self.narrow_target, unit=NARROW_SPLIT_UNIT)
-        self.split_wide = partial(evenly, spare=self.wide_target, unit=WIDE_SPLIT_UNIT)
+        self.split_narrow = partial(stream, spare=self.narrow_target, unit=partial_keys or NARROW_SPLIT_UNIT)
+        self.split_wide = partial(evenly, spare=self.wide_target, unit=partial_keys or WIDE_SPLIT_UNIT)
 
     def build(self, segments: Segments) -> tuple[DeviceTiles, ...]:
         """The wide and the narrow tiles of a batch. A kind that the batch lacks is left out."""
@@ -229,7 +243,7 @@ class DeviceTilesBuilder:
         records = torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device)
         pieces = torch.split(records, sizes)
         return tuple(
-            DeviceTiles(block_m, work, merges, target + len(merges), programs)
+            DeviceTiles(block_m, work, merges, self.most_partials or target + len(merges), programs)
             for (block_m, _, target, programs), work, merges in zip(kinds, pieces[::2], pieces[1::2], strict=True)
         )
 
@@ -252,7 +266,13 @@ class DeviceTilesBuilder:
     def _lists(self, segments: Segments, *, all_narrow: bool = False) -> tuple[TileList, TileList]:
         """The wide and the narrow tiles of a batch. With `all_narrow`, long segments also have narrow tiles."""
         narrow = all_narrow | (segments.query_length * self.group_size <= self.narrow_m)
-        tiles = partial(tile_list, segments, group_size=self.group_size)
+        tiles = partial(
+            tile_list,
+            segments,
+            group_size=self.group_size,
+            partial_keys=self.partial_keys,
+            most_partials=self.most_partials,
+        )
         wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)
         return wide, tiles(narrow, block_m=self.narrow_m, split_for=self.split_narrow)
 

@@ -96,7 +96,8 @@ struct step {
     const int32_t *tables;     /* [table_count, table_width] */
     const int64_t *sample_at;  /* [samples]; NULL: all rows */
     void *const *caches;       /* keys and values of each layer, [blocks, block_size, kv_heads, dim] */
-    void *logits;              /* [samples, outputs of the head] */
+    void *logits;              /* [samples, outputs of the head]; NULL: only `normed` is computed */
+    float *normed;             /* [samples, hidden]: the final norm's output, which the head reads; or NULL */
     void *scratch;             /* holdfast_step_bytes of bytes, at a multiple of 64 */
     int64_t rows, samples, blocks, block_size, table_count, table_width;
     int64_t longest;           /* one more than the largest position */

@@ -156,8 +156,17 @@ class Library:
 
         `scratch` has `step_bytes` of uint8.
         """
+        return self._in_scratch(self.functions.holdfast_step, decoder, step, scratch)
+
+    def head(self, decoder: ctypes.Structure, step: ctypes.Structure, scratch: torch.Tensor) -> int:
+        """Compute the logits of a step's `normed` rows alone. See `step`."""
+        return self._in_scratch(self.functions.holdfast_head, decoder, step, scratch)
+
+    def _in_scratch(
+        self, function: Any, decoder: ctypes.Structure, step: ctypes.Structure, scratch: torch.Tensor
+    ) -> int:
         step.scratch = -(-scratch.data_ptr() // LINE) * LINE
-        status: int = self.functions.holdfast_step(ctypes.byref(decoder), ctypes.byref(step), *self._how())
+        status: int = function(ctypes.byref(decoder), ctypes.byref(step), *self._how())
         return status
 
     def _how(self) -> tuple[Any, ...]:
@@ -222,7 +231,7 @@ def open_library(file: Path) -> Library | None:
         found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
         found.holdfast_rotate.argtypes = (pointer, size, size, *how)
         found.holdfast_step_bytes.argtypes, found.holdfast_step_bytes.restype = (pointer, pointer, number), size
-        found.holdfast_step.argtypes = (pointer, pointer, *how)
+        found.holdfast_step.argtypes = found.holdfast_head.argtypes = (pointer, pointer, *how)
     except (OSError, AttributeError):
         return None
     return Library(found, ctypes.cast(parallel, pointer), found.holdfast_level())

@@ -253,12 +253,13 @@ static void attend(struct member *m, int64_t layer)
     }
 }
 
-static void head(struct member *m)
+/* The final norm's output of the sampled rows, to `x`, and to `normed` where the step asks for it. */
+static void norm_samples(struct member *m)
 {
     const struct team *t = m->team;
     const struct decoder *d = t->d;
     const struct step *s = t->s;
-    const int64_t outputs = d->head.outputs, columns = columns_of(t, outputs), stride = stride_of(d->hidden);
+    const int64_t stride = stride_of(d->hidden);
     for (int64_t row; (row = next_piece(m, s->samples)) >= 0;) {
         const int64_t from = s->sample_at ? s->sample_at[row] : row;
         const float *stream = t->at.stream + from * stride, *added = t->at.added + from * stride;
@@ -269,11 +270,22 @@ static void head(struct member *m)
         for (int64_t i = 0; i < d->hidden; i++)
             x[i] = stream[i] + (out_norm ? x[i] : added[i]);
         t->kernels->step.norm(x, d->final_norm, d->hidden, d->eps, x);
+        if (s->normed)
+            memcpy(s->normed + row * d->hidden, x, (size_t)d->hidden * sizeof *x);
     }
+}
+
+/* Logits of normed rows x. */
+static void head(struct member *m, const float *x, int64_t stride)
+{
+    const struct team *t = m->team;
+    const struct decoder *d = t->d;
+    const struct step *s = t->s;
+    const int64_t outputs = d->head.outputs, columns = columns_of(t, outputs);
     for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
         const int64_t first = piece * columns, width = outputs - first < columns ? outputs - first : columns;
         float *out = d->half ? m->own : (float *)s->logits + first;
-        t->kernels->step.multiply(&d->head, d->half, first, width, t->at.x, stride, s->samples, out,
+        t->kernels->step.multiply(&d->head, d->half, first, width, x, stride, s->samples, out,
                                   d->half ? width : outputs);
         for (int64_t row = 0; d->half && row < s->samples; row++)
             t->kernels->step.narrow(out + row * width, width, (uint16_t *)s->logits + row * outputs + first);
@@ -299,7 +311,27 @@ static void work(void *data)
         product(&m, &layer->down, t->at.inner, stride_of(d->inner), t->at.added, hidden);
     }
     if (t->s->samples)
-        head(&m);
+        norm_samples(&m);
+    if (t->s->samples && t->s->logits)
+        head(&m, t->at.x, hidden);
+}
+
+static void only_head(void *data)
+{
+    struct team *t = data;
+    struct member m = {.team = t, .own = t->at.own + atomic_fetch_add(&t->members, 1) * t->at.own_size};
+    head(&m, t->s->normed, t->d->hidden);
+}
+
+static void divide_and_run(void (*task)(void *), struct team *team, run_parallel *parallel)
+{
+    divide(team->d, team->s, team->threads, &team->at);
+    for (int64_t phase = 0; phase < phases_of(team->d); phase++)
+        memset(team->at.phases + phase, 0, sizeof *team->at.phases);
+    if (team->threads > 1)
+        parallel(task, team, (unsigned)team->threads, 0);
+    else
+        task(team);
 }
 
 /* Bytes of scratch memory that a step needs with so many threads. */
@@ -329,12 +361,18 @@ int holdfast_step(const struct decoder *decoder, const struct step *step, run_pa
         if (step->sample_at[row] < 0 || step->sample_at[row] >= step->rows)
             return 2;
     struct team team = {.kernels = kernels, .d = d, .s = step, .threads = parallel ? threads : 1};
-    divide(d, step, team.threads, &team.at);
-    for (int64_t phase = 0; phase < phases_of(d); phase++)
-        memset(team.at.phases + phase, 0, sizeof *team.at.phases);
-    if (team.threads > 1)
-        parallel(work, &team, (unsigned)team.threads, 0);
-    else
-        work(&team);
+    divide_and_run(work, &team, parallel);
     return atomic_load(&team.failed) ? 2 : 0;
+}
+
+/* The logits of rows whose `normed` a step has given, with the bits that a step gives them. Of the step, only rows,
+samples, which are as many, `normed`, `logits` and `scratch` are read. Returns 0; 1 for sizes that it does not take. */
+int holdfast_head(const struct decoder *decoder, const struct step *step, run_parallel *parallel, int threads, int level)
+{
+    const struct kernels *kernels = holdfast_kernels(level);
+    if (!kernels || threads < 1 || step->rows < 1 || step->samples != step->rows || !step->normed || !step->logits)
+        return 1;
+    struct team team = {.kernels = kernels, .d = decoder, .s = step, .threads = parallel ? threads : 1};
+    divide_and_run(only_head, &team, parallel);
+    return 0;
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ MOST_ROTATIONS = 2
 NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "sinks")
 """Small tensors of `struct layer`, in its order."""
 BAD_PLACE = 2
+Compute = Callable[[ctypes.Structure, ctypes.Structure, torch.Tensor], int]
+"""A function of the library that computes a step, or a part of one, of a decoder in scratch memory."""
 
 
 class _Matrix(ctypes.Structure):
@@ -66,7 +68,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("stream", "positions", "slots", "table_rows", "tables", "sample_at")),
-        *((name, ctypes.c_void_p) for name in ("caches", "logits", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("caches", "logits", "normed", "scratch")),
         *(
             (name, ctypes.c_int64)
             for name in ("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest")
@@ -198,6 +200,33 @@ class WholeSteps:
 
         Raises ValueError for tensors of other types or shapes, and for slots, blocks and positions that do not exist.
         """
+        logits = stream.new_empty(_sampled(stream, tokens), self._outputs)
+        self._compute(stream, tokens, logits, None)
+        return logits
+
+    def normed(self, stream: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
+        """The final norm's output [R, hidden] in float32, in place of the logits that `head` gives of it.
+
+        See `logits`.
+        """
+        normed = stream.new_empty(_sampled(stream, tokens), self._hidden, dtype=torch.float32)
+        self._compute(stream, tokens, None, normed)
+        return normed
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of rows that `normed` gave, with the bits that `logits` gives. Raises ValueError for others."""
+        rows = len(normed)
+        self._check("normed rows", normed, torch.float32, (rows, self._hidden))
+        logits = normed.new_empty(rows, self._outputs, dtype=self._dtype)
+        if rows:
+            step = _Step(logits=logits.data_ptr(), normed=normed.data_ptr(), rows=rows, samples=rows)
+            self._run(self._library.head, step)
+        return logits
+
+    def _compute(
+        self, stream: torch.Tensor, tokens: StepTokens, logits: torch.Tensor | None, normed: torch.Tensor | None
+    ) -> None:
+        """Compute a step, and write what is wanted of its sampled rows."""
         rows, (blocks, block_size, *_) = len(stream), tokens.caches[0][0].shape
         cache = (blocks, block_size, self._kv_heads, self._dim)
         self._check("embeddings", stream, self._dtype, (rows, self._hidden))
@@ -210,32 +239,34 @@ class WholeSteps:
         table_rows = np.ascontiguousarray(tokens.rows, np.int64)
         if len(table_rows) != rows or len(tokens.caches) != self._decoder.count:
             raise ValueError(f"{len(table_rows)} rows of tables and {len(tokens.caches)} caches do not fit the step")
-        at, samples = None, rows
+        at, samples = None, _sampled(stream, tokens)
         if tokens.sample_at is not None:
-            samples, at = len(tokens.sample_at), tokens.sample_at.data_ptr()
+            at = tokens.sample_at.data_ptr()
             self._check("sampled tokens", tokens.sample_at, torch.int64, (samples,))
         caches = (ctypes.c_void_p * (2 * len(tokens.caches)))(
             *(each.data_ptr() for layer in tokens.caches for each in layer)
         )
-        logits = stream.new_empty(samples, self._outputs)
         inputs = (stream, tokens.positions, tokens.slots)
+        results = (None if each is None else each.data_ptr() for each in (logits, normed))
         step = _Step(
             *(each.data_ptr() for each in inputs),
-            *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), logits.data_ptr(), None),
+            *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results, None),
             *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest),
         )
+        self._run(self._library.step, step)
+
+    def _run(self, compute: Compute, step: _Step) -> None:
         size = self._library.step_bytes(self._decoder, step)
         scratch = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < size:
             scratch = torch.empty(size, dtype=torch.uint8)
-        status = self._library.step(self._decoder, step, scratch)
+        status = compute(self._decoder, step, scratch)
         self._scratch.append(scratch)
         if status:
             what = (
                 "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
             )
-            raise ValueError(f"a step of {rows} tokens cannot be computed: {what}")
-        return logits
+            raise ValueError(f"a step of {step.rows} tokens cannot be computed: {what}")
 
     def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Matrix:
         """A weight [N, K], whose numbers lie by inputs or by outputs."""
@@ -259,3 +290,8 @@ class WholeSteps:
     def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
             raise ValueError(f"{what} are {tensor.dtype} {[*tensor.shape]}; a step takes contiguous {dtype} {[*shape]}")
+
+
+def _sampled(stream: torch.Tensor, tokens: StepTokens) -> int:
+    """Number of tokens of a step whose results are wanted."""
+    return len(stream) if tokens.sample_at is None else len(tokens.sample_at)

@@ -8,12 +8,17 @@ from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 from holdfast.lm.kernels.linear.library_layers import LibraryLayerOps
 
 
-def layer_ops_for(shape: LayerShape, group: Group | None = None) -> LayerOps:
+def layer_ops_for(shape: LayerShape, group: Group | None = None, *, invariant: bool = False) -> LayerOps:
     """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere.
 
     In bfloat16 on a CPU, it is the library in C, if the install has it. `group` is the devices that share each layer,
-    if there are several.
+    if there are several. `invariant`: the bits of a token's results must not depend on the other tokens. On a CPU
+    only the library's whole steps keep that (`whole_steps`).
     """
+    if shape.inverse_frequencies.device.type == "cuda" and invariant:
+        from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
+
+        return InvariantLayerOps(shape, group)
     if shape.inverse_frequencies.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.
         from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from holdfast.core.types import TokenLogprobs
+from holdfast.lm.kernels.rows import each_row
 
 NUMBERS_AT_ONCE = 1 << 24
 """Largest number of logits that are normalised at once, which bounds the memory for them."""
+
+LINE = 32
+"""Numbers in float32 of a line of a GPU's memory."""
 
 
 class Logprobs(NamedTuple):
@@ -45,11 +50,12 @@ class Logprobs(NamedTuple):
 
 
 def log_probabilities(
-    logits: torch.Tensor, tokens: torch.Tensor, most: int, named: torch.Tensor | None = None
+    logits: torch.Tensor, tokens: torch.Tensor, most: int, named: torch.Tensor | None = None, *, alone: bool = False
 ) -> Logprobs:
     """The log probabilities of tokens [T] int64 after logits [T, V], and of the `most` most probable ones.
 
-    After these come those of the tokens `named` [T, N] int64. Sums are float32. Does not wait for the device.
+    After these come those of the tokens `named` [T, N] int64. Sums are float32. With `alone`, a row's bits do not
+    depend on the other rows. Does not wait for the device.
     """
     most = min(most, logits.shape[-1])
     own, top, ids = [], [], []
@@ -58,9 +64,19 @@ def log_probabilities(
         named = tokens.new_empty(len(tokens), 0)
     parts = (torch.split(each, rows) for each in (logits, tokens, named))
     for some, chosen, others in zip(*parts, strict=True):
-        normal = some.float().log_softmax(-1)
+        normal = each_row(normalised, some) if alone else some.float().log_softmax(-1)
         own.append(normal.gather(1, chosen[:, None])[:, 0])
         best = normal.topk(most, dim=-1)
         top.append(torch.cat((best.values, normal.gather(1, others)), 1))
         ids.append(torch.cat((best.indices, others), 1))
     return Logprobs(torch.cat(own), torch.cat(top), torch.cat(ids))
+
+
+def normalised(logits: torch.Tensor) -> torch.Tensor:
+    """Log probabilities [T, V] float32 of logits [T, V], each row with the bits that it has by itself.
+
+    A GPU's kernel reads rows from their first whole line of memory on, so all rows get a width of whole lines.
+    """
+    width = logits.shape[-1]
+    padded = functional.pad(logits.float(), (0, -width % LINE), value=-torch.inf)
+    return padded.log_softmax(-1)[:, :width]

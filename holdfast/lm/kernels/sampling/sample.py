@@ -45,7 +45,8 @@ def sample(
     heat = torch.where(is_random, temperature[:, None], 1.0)
     scores, order = _filtered(logits.float(), heat, top_k, top_p)
     scores = torch.where(is_random, scores + _gumbel(seed, position, order.to(torch.int32)), scores)
-    return order.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+    # Two tokens with different logits may have one score. The lower id is drawn then, as without filters.
+    return order.masked_fill(scores < scores.amax(-1, keepdim=True), logits.shape[-1]).amin(-1)
 
 
 def best_tokens(

@@ -13,6 +13,7 @@ import torch
 
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
+from holdfast.lm.kernels.rows import each_row
 from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sample import best_tokens, sample
@@ -102,8 +103,12 @@ class Drawn(NamedTuple):
 class Sampler:
     """Draws the tokens of steps, for rows of one device or of a group that shares the vocabulary."""
 
-    def __init__(self, group: Group | None = None, vocab_size: int = 0) -> None:
-        """`group` is the devices that share the vocabulary of this size, if there are several."""
+    def __init__(self, group: Group | None = None, vocab_size: int = 0, *, alone: bool = False) -> None:
+        """`group` is the devices that share the vocabulary of this size, if there are several.
+
+        With `alone`, the bits of a row's results do not depend on the other rows of the step.
+        """
+        self._alone = alone
         self._vocab_size, self._group = vocab_size, group
         self._histories = Histories()
 
@@ -144,7 +149,15 @@ class Sampler:
         if wishes is not None and masks is not None:
             allowed = forbid(logits.clone() if len(wishes.reported) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
-        tokens = sample(shaped, **columns, **options)
+        if self._alone and any_random:
+
+            def draw(logits: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
+                own: dict[str, Any] = dict(zip(columns, row, strict=True))
+                return sample(logits, **own, **options)
+
+            tokens = each_row(draw, shaped, *columns.values())
+        else:
+            tokens = sample(shaped, **columns, **options)
         return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
 
     def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
@@ -154,7 +167,7 @@ class Sampler:
         if len(wishes.reported) < len(logits):
             at = upload(wishes.reported, logits.device)
             logits, tokens = logits.index_select(0, at), tokens.index_select(0, at)
-        return log_probabilities(logits, tokens, wishes.most)
+        return log_probabilities(logits, tokens, wishes.most, alone=self._alone)
 
     def _draw_whole_rows(
         self,
@@ -212,7 +225,7 @@ class Sampler:
     def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int, named: torch.Tensor) -> Logprobs:
         group = self._group
         if group is None:
-            return log_probabilities(logits, targets, most, named)
+            return log_probabilities(logits, targets, most, named, alone=self._alone)
         whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
         own = slice(rows.start, rows.stop)
         return self._all_logprobs(whole, targets[own], len(logits), most, group, named[own])

@@ -72,7 +72,7 @@ class PromptDevice(DevicePart):
     def executor(self, allocated: Allocated) -> PromptExecutor:
         model, spec = self._model, self._model.spec
         group = model.group if isinstance(model, Decoder) else None
-        return PromptExecutor(Sampler(group, spec.vocab_size), model.logits, spec.device)
+        return PromptExecutor(Sampler(group, spec.vocab_size, alone=bool(spec.arithmetic)), model.logits, spec.device)
 
 
 def targets_of(

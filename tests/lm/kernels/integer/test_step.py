@@ -227,6 +227,36 @@ def test_results_have_the_same_bits_for_any_number_of_threads(threads: int) -> N
     assert all(torch.equal(made.steps.logits(stream, tokens), wanted) for _ in range(20))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_token_has_the_same_bits_alone_and_among_others(library: Library, dtype: torch.dtype, tied: bool) -> None:
+    """Sizes here are no multiple of a vector's, so the rest of each sum counts as well."""
+    made = Made(library, dtype=dtype, tied=tied, biases=True, windows=(5, None))
+    lengths = (9, 4, 2)
+    tokens, stream = made.tokens(lengths), stream_of(made, sum(lengths))
+    together, caches = made.steps.logits(stream, tokens), [each.clone() for layer in made.caches for each in layer]
+    for size in (1, 2, 3, 5):
+        for first in range(0, sum(lengths), size):
+            own = slice(first, first + size)
+            names = ("positions", "slots", "rows")
+            some = replace(tokens, **{name: getattr(tokens, name)[own] for name in names})
+            assert torch.equal(made.steps.logits(stream[own], some), together[own])
+    assert all(map(torch.equal, caches, [each for layer in made.caches for each in layer]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_of_normed_rows_gives_the_bits_of_the_step(library: Library, dtype: torch.dtype) -> None:
+    made = Made(library, dtype=dtype, mlp_out_norm=True)
+    tokens, stream = made.tokens((3, 2, 1), sample_at=torch.tensor([1, 2, 5])), stream_of(made, 6)
+    logits, normed = made.steps.logits(stream, tokens), made.steps.normed(stream, tokens)
+    assert (normed.dtype, normed.shape) == (torch.float32, (3, HIDDEN))
+    assert torch.equal(made.steps.head(normed), logits)
+    assert torch.equal(made.steps.head(normed[1:2]), logits[1:2])
+    assert made.steps.head(normed[:0]).shape == (0, VOCABULARY)
+    with pytest.raises(ValueError, match=r"normed rows are torch.float64 \[3, 52\]; a step takes"):
+        made.steps.head(normed.double())
+
+
 def test_places_that_do_not_exist_are_refused_and_others_stay() -> None:
     made = Made(integer_library())
     stream, usual = stream_of(made, 3), made.tokens()
@@ -255,9 +285,7 @@ def test_places_that_do_not_exist_are_refused_and_others_stay() -> None:
 def test_tensors_of_other_types_and_shapes_are_named() -> None:
     made = Made(integer_library())
     stream, usual = stream_of(made, 3), made.tokens()
-    with pytest.raises(
-        ValueError, match=r"embeddings are torch.float64 \[3, 52\]; a step takes contiguous torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"embeddings are torch.float64 \[3, 52\]; a step takes"):
         made.steps.logits(stream.double(), usual)
     with pytest.raises(ValueError, match=r"slots are torch.int64 \[2\]"):
         made.steps.logits(stream, replace(usual, slots=usual.slots[:2]))

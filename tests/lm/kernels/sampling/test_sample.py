@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.lm.kernels.sampling import sample as module
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.kernels.sampling.sample_kernels import sample_rows
 
@@ -182,6 +183,16 @@ def test_a_neighbour_with_a_filter_changes_no_draw() -> None:
     plain = draw(logits, position=torch.arange(12))
     top_k = torch.tensor([0] * 11 + [3])
     assert torch.equal(draw(logits, top_k=top_k, position=torch.arange(12))[:11], plain[:11])
+
+
+def test_of_equal_scores_the_lowest_id_is_drawn_with_and_without_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different logits may give one score, after the division or with the noise."""
+    monkeypatch.setattr(module, "_gumbel", lambda seed, position, tokens: torch.zeros(tokens.shape))
+    low = torch.tensor(1.9)
+    logits = torch.stack((torch.tensor(-3.0), low, torch.nextafter(low, torch.tensor(2.0))))[None]
+    heat = 1.8
+    assert logits[0, 1] < logits[0, 2] and logits[0, 1] / heat == logits[0, 2] / heat
+    assert draw(logits, temperature=heat, top_k=2).tolist() == [1] == draw(logits, temperature=heat).tolist()
 
 
 def test_other_seeds_and_positions_give_other_draws() -> None:

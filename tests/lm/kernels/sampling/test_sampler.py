@@ -55,6 +55,30 @@ def test_log_probabilities_are_of_the_models_own_distribution(monkeypatch: pytes
             assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+def test_rows_that_are_computed_alone_have_the_same_results_whatever_is_drawn_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, columns = given()
+    alone, calls, log_softmax = Sampler(alone=True), list[int](), torch.Tensor.log_softmax
+
+    def counted(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        calls.append(len(rows))
+        return log_softmax(rows, dim)
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", counted)
+    found = drawn(alone, logits, columns, Wishes([3] * ROWS))
+    assert calls == [1] * ROWS
+    assert torch.equal(found.tokens, drawn(Sampler(), logits, columns, None).tokens)
+    told = found.told(Wishes([3] * ROWS))
+    for row in range(ROWS):
+        own = slice(row, row + 1)
+        # Alone, a row may be drawn without the work that the filters of others take.
+        filtered = bool(columns["top_k"][row] > 0) or bool(columns["top_p"][row] < 1)
+        one = {name: column[own] for name, column in columns.items()}
+        result = alone.draw(logits[own], one, Wishes([3]), any_random=True, any_filtered=filtered)
+        assert torch.equal(result.tokens, found.tokens[own]) and result.told(Wishes([3])) == told[own]
+
+
 @pytest.mark.parametrize("rows", [1, 2, ROWS])
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_device_of_a_group_reports_the_log_probabilities_of_one_device(size: int, rows: int) -> None:

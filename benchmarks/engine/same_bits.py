@@ -1,0 +1,162 @@
+"""Whether a deterministic engine gives each request the same bits in any crowd, and what that costs.
+
+    python -m benchmarks.engine.same_bits [--model DIRECTORY] [--requests 400] [--distinct 40] [--set device=cpu]
+
+A request of `--distinct` is first computed alone: one sequence at a time, each prompt in one step, without shared
+state. Then `--requests` of them, drawn at random, come as crowds to engines with other chunks, batches and tiers
+(`CROWDS`). An answer is its tokens and the log probabilities of each and of three alternatives; it is equal if all
+bits are. A crowd on an engine without `--deterministic` shows how many answers differ there. Last, rounds of a crowd
+on an engine of each kind, one after the other, give the cost. Half of the requests are greedy; the others draw
+with seeds of their own. A third of the prompts begin alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.lib.invocation import add_engine_options, provenance, settle
+from holdfast.core.types import Request, SamplingParams, SequenceOutput
+from holdfast.engine.messages import EngineInfo
+from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.types import LanguageLoop
+
+ALONE: dict[str, Any] = {"max_sequences": 1, "prefix_sharing": False, "host_cache_gb": 0.0, "speculation": "off"}
+BLOCK = 16
+"""Tokens of a block."""
+
+
+def crowds(args: argparse.Namespace, block_bytes: float) -> dict[str, dict[str, Any]]:
+    """The options of each crowd's engine, by a name for people. Blocks take `block_bytes`."""
+    longest = -(-(args.prompt + args.output + 1) // BLOCK)
+    sizes = {"cache_gb": 4.5 * longest, "host_cache_gb": 12.5 * longest}
+    few_blocks = {name: blocks * block_bytes / 1e9 for name, blocks in sizes.items()}
+    return {
+        "as it is": {},
+        "chunks of 48 tokens": {"token_budget": 48, "max_sequences": 12},
+        "few blocks and a host tier": {**few_blocks, "max_sequences": 24, "eviction": "lru"},
+        "no shared state": {"prefix_sharing": False, "host_cache_gb": 0.0, "max_sequences": 64},
+        "drafts": {"speculation": "suffix"},
+    }
+
+
+def drawn(args: argparse.Namespace, vocabulary: int) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Prompts and options of the distinct requests."""
+    draw = random.Random(args.seed)
+    shared = draw.choices(range(vocabulary), k=args.prompt // 2)
+    found = []
+    for number in range(args.distinct):
+        own = draw.choices(range(vocabulary), k=draw.randint(1, args.prompt // 2))
+        more = shared if number % 3 == 0 else draw.choices(range(vocabulary), k=draw.randint(0, args.prompt // 2))
+        ways: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}
+        params = SamplingParams(max_tokens=args.output, ignore_eos=True, logprobs=3, **ways)
+        found.append(((*more, *own), params))
+    return found
+
+
+@contextmanager
+def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LanguageLoop, EngineInfo]]:
+    """A running engine in this process."""
+    loop, info = build(EngineConfig(**{"model": args.model, **dict(args.set), **options}))
+    try:
+        settle(loop)
+        yield loop, info
+    finally:
+        loop.close()
+
+
+class Told:
+    """The answers of requests, as digests, and what the engine found of them in its tiers."""
+
+    def __init__(self, loop: LanguageLoop, requests: Mapping[str, tuple[tuple[int, ...], SamplingParams]]) -> None:
+        """Run the requests together until all have ended."""
+        self._parts: dict[str, Any] = {name: hashlib.sha256() for name in requests}
+        began = time.perf_counter()
+        for name, (prompt, params) in requests.items():
+            loop.add(Request(name, prompt, params, arrival=time.monotonic()))
+        self.preemptions = self.cached = self.tokens = 0
+        while loop.has_work():
+            for output in loop.step() or ():
+                self._take(output)
+        self.seconds = time.perf_counter() - began
+        """Seconds from the first request to the last token."""
+        self.answers = {name: part.hexdigest() for name, part in self._parts.items()}
+
+    def _take(self, output: SequenceOutput) -> None:
+        for token, told in zip(output.tokens, output.logprobs, strict=True):  # a step may give several, or none
+            self._parts[output.request_id].update(msgspec.msgpack.encode((token, told)))
+        self.tokens += len(output.tokens)
+        if output.finish_reason is not None:
+            self.preemptions += output.preemptions
+            self.cached += output.cached_tokens
+
+
+def differing(told: Told, alone: Sequence[str], distinct: int) -> int:
+    """Number of answers with other bits than alone. The number of a request follows the last dash of its name."""
+    return sum(answer != alone[int(name.rpartition("-")[2]) % distinct] for name, answer in told.answers.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="holdfast-tiny", help="the built-in model, or a checkpoint's directory")
+    parser.add_argument("--requests", type=int, default=400, help="requests of all crowds together")
+    parser.add_argument("--distinct", type=int, default=40, help="different requests, each computed alone once")
+    parser.add_argument("--prompt", type=int, default=200, help="longest prompt, in tokens")
+    parser.add_argument("--output", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that measure the cost; 0: none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    add_engine_options(parser)
+    args = parser.parse_args()
+    draw, report = random.Random(args.seed + 1), dict[str, Any](provenance())
+    with engine(args, deterministic=True, cache_gb=1.0, **ALONE) as (loop, info):
+        block_bytes, requests = 1e9 / info.num_blocks, drawn(args, info.vocab_size)
+        report["precision"] = info.precision
+        alone = [Told(loop, {"0": each}).answers["0"] for each in requests]
+    print(f"{args.model}, {info.precision}: {len(alone)} requests computed alone", flush=True)
+    kinds = crowds(args, block_bytes)
+    share, report["crowds"], wrong = -(-args.requests // len(kinds)), [], 0
+    for name, options in [*kinds.items(), ("not deterministic", {})]:
+        numbers = [draw.randrange(args.distinct) for _ in range(share)]
+        crowd = {f"{at}-{number}": requests[number] for at, number in enumerate(numbers)}
+        with engine(args, **{"deterministic": name != "not deterministic", **options}) as (loop, _):
+            told = Told(loop, crowd)
+        other = differing(told, alone, args.distinct)
+        wrong += other * (name != "not deterministic")
+        row = {"engine": name, "requests": share, "with other bits": other, "preemptions": told.preemptions}
+        report["crowds"].append(row | {"tokens found": told.cached})
+        print(", ".join(f"{key} {value}" for key, value in report["crowds"][-1].items()), flush=True)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    crowd = {str(at): requests[at % args.distinct] for at in range(share)}
+    for _ in range(args.rounds):
+        for deterministic in rates:
+            with engine(args, deterministic=deterministic, prefix_sharing=False, host_cache_gb=0.0) as (loop, _):
+                Told(loop, {"warm": requests[0]})
+                told = Told(loop, crowd)
+            rates[deterministic].append(told.tokens / told.seconds)
+    if args.rounds:
+        usual, own = (statistics.median(rates[kind]) for kind in (False, True))
+        ratios = [one / other for one, other in zip(rates[True], rates[False], strict=True)]
+        report["tokens a second"] = {"default": rates[False], "deterministic": rates[True]}
+        print(f"output tokens a second: {usual:.1f} by default, {own:.1f} deterministic, {own / usual:.3f} of it")
+        print(f"rounds: {min(ratios):.3f} to {max(ratios):.3f} of it")
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if wrong:
+        raise SystemExit(f"{wrong} answers had other bits than alone")
+    print(f"{share * len(kinds)} answers had the bits that they have alone")
+
+
+if __name__ == "__main__":
+    main()

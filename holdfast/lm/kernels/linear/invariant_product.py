@@ -1,0 +1,169 @@
+"""Products on a GPU whose sums have one order for any number of rows."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M, BLOCK_N = 64, 128
+"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order."""
+PROGRAMS = 264
+"""Programs into which a product with few tokens is cut: two for each processor of an H100. The number decides the order
+of sums, so it is the same on all devices."""
+MOST_PARTS, LEAST_STEPS = 8, 4
+"""Largest number of parts of a sum, and fewest steps of a part."""
+ADDED_AT_A_TIME = 1024
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """How a sum over the inputs of a weight is cut into parts. Each part is added up, then the parts in their order."""
+
+    step: int
+    """Inputs of a step of a tensor core's tile."""
+    size: int
+    """Inputs of a part; the last may have fewer."""
+    parts: int
+
+
+def order_of(weight: torch.Tensor) -> SumOrder:
+    """The order for a weight [N, K]. It depends on sizes and type of the weight alone."""
+    (outputs, inputs), item_bytes = weight.shape, weight.element_size()
+    step = 64 if item_bytes == 2 else 32
+    steps, tiles = triton.cdiv(inputs, step), triton.cdiv(outputs, BLOCK_N)
+    parts = max(1, min(MOST_PARTS, PROGRAMS // tiles, steps // LEAST_STEPS))
+    size = triton.cdiv(steps, parts) * step
+    return SumOrder(step, size, triton.cdiv(inputs, size))
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "parts"])
+def product_kernel(
+    x, weight, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n, weight_stride_k,
+    APART: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
+
+    Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
+    out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
+    cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs.
+    """
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0)
+    row = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    step = tl.arange(0, BLOCK_K)
+    # Tiles at the edge read a row or an output again in place of one that is not there, and do not write it.
+    x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
+    weight_at = weight + tl.minimum(output, outputs - 1).to(tl.int64)[None, :] * weight_stride_n
+    first_part, stop_part = 0, parts
+    if APART:
+        first_part = tl.program_id(1)
+        stop_part = first_part + 1
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for part in range(first_part, stop_part):
+        added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for number in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(inputs, BLOCK_K))):
+            at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
+            if EVEN:
+                own = tl.load(x_at + at[None, :])
+                numbers = tl.load(weight_at + at[:, None] * weight_stride_k)
+            else:
+                own = tl.load(x_at + at[None, :], mask=(at < inputs)[None, :], other=0.0)
+                numbers = tl.load(weight_at + at[:, None] * weight_stride_k, mask=(at < inputs)[:, None], other=0.0)
+            added = tl.dot(own, numbers, added, input_precision="ieee")
+        total += added
+    held = (row < rows)[:, None] & (output < outputs)[None, :]
+    place = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    if APART:
+        place += tl.program_id(1).to(tl.int64) * rows * outputs
+    elif bias is not None:
+        total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["parts", "count"])
+def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.constexpr):
+    """out = the sums of partials [parts, count] and a bias [outputs] for each row. Program (some numbers)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < count
+    total = tl.zeros([BLOCK], tl.float32)
+    place = partials + at
+    for _ in range(parts):
+        total += tl.load(place, mask=held, other=0.0)
+        place += count
+    if bias is not None:
+        total += tl.load(bias + at % outputs, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=held)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, processors: int) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in the dtype of x.
+
+    A row's bits do not depend on the others, nor on `processors`, the number of them that the launch is to fill.
+    """
+    out = x.new_empty(len(x), weight.shape[0])
+    if not out.numel():
+        return out
+    if not cuts(x, weight, processors):
+        _launch(x, weight, bias, out, apart=False)
+        return out
+    partials = partial_products(x, weight, processors=processors)
+    blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
+    add_parts_kernel[(blocks,)](
+        partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4
+    )
+    return out
+
+
+def partial_products(x: torch.Tensor, weight: torch.Tensor, *, processors: int) -> torch.Tensor:
+    """Partial sums [P, T, N] float32 of x [T, K] times weight [N, K] transposed, to be added up from zero in order.
+
+    P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way.
+    """
+    apart = cuts(x, weight, processors)
+    parts = order_of(weight).parts if apart else 1
+    out = x.new_empty(parts, len(x), weight.shape[0], dtype=torch.float32)
+    if out.numel():
+        _launch(x, weight, None, out, apart=apart)
+    return out
+
+
+def cuts(x: torch.Tensor, weight: torch.Tensor, processors: int) -> bool:
+    """Whether different programs add up the parts of each sum."""
+    tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
+    return tiles < processors and order_of(weight).parts > 1
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, apart: bool
+) -> None:
+    (outputs, inputs), rows = weight.shape, len(x)
+    order = order_of(weight)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
+    product_kernel[(tiles, order.parts if apart else 1)](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        order.size // order.step,
+        order.parts,
+        x.stride(0),
+        *weight.stride(),
+        APART=apart,
+        EVEN=inputs % order.step == 0,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=order.step,
+        num_warps=4,
+        num_stages=4 if x.element_size() == 2 else 1,
+    )

@@ -1,0 +1,128 @@
+"""Attention whose bits for a query do not depend on other queries: interpreted without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.lm.kernels.attention import invariant as module
+from holdfast.lm.kernels.attention.invariant import InvariantAttention
+from holdfast.lm.kernels.attention.protocol import Segments
+from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
+
+MIXED = [(3, 0, 20), (0, 149, 150), (1, 100, 131), (4, 0, 1), (5, 199, 200)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that an interpreter computes quickly."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(module, "TILE_ROWS", 16)
+
+
+def make_attention(batch: Batch, processors: int, part_keys: int = 64) -> InvariantAttention:
+    return InvariantAttention(
+        device=batch.query.device,
+        num_processors=processors,
+        num_heads=batch.query.shape[1],
+        num_kv_heads=batch.key.shape[1],
+        head_dim=batch.query.shape[2],
+        block_size=batch.key_cache.shape[1],
+        part_keys=part_keys,
+    )
+
+
+def attend(batch: Batch, processors: int = 4, **options: Any) -> torch.Tensor:
+    """Write the step's keys, then attend, as a layer does."""
+    attention = make_attention(batch, processors)
+    metadata = attention.make_metadata(batch.segments)
+    attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+    return attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, **options)
+
+
+def some_of(batch: Batch, spans: list[tuple[int, int, int]]) -> tuple[Batch, torch.Tensor]:
+    """A step of these (segment, first, stop) tokens of a batch's segments, and their places in that batch.
+
+    The whole batch has been written to the cache.
+    """
+    segments = batch.segments
+    starts, stops = segments.query_start[:-1], segments.context_stop
+    lengths = [stop - first for _, first, stop in spans]
+    begins = [int(starts[of]) + first for of, first, _ in spans]
+    at = torch.cat([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])
+    own = Segments(
+        np.cumsum([0, *lengths]).astype(np.int32),
+        np.array([stops[of] - segments.query_length[of] + stop for of, _, stop in spans], np.int32),
+        np.array([segments.row[of] for of, *_ in spans], np.int32),
+    )
+    at = at.to(batch.query.device)
+    names = ("query", "key", "value", "slot_mapping")
+    return replace(batch, segments=own, **{name: getattr(batch, name)[at] for name in names}), at
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 40, "softcap": 3.0},
+    {"window": 40, "chunked": True},
+    {"sinks": True, "window": 70},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+def test_a_token_has_the_same_bits_in_any_step_and_they_are_near_the_oracle(
+    options: dict[str, Any], device: str
+) -> None:
+    batch = make_batch(MIXED, heads=4, kv_heads=2, block_size=16, device=device)
+    options = {"scale": 0.25, **options}
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-1, 2, 4, device=device)
+    whole = attend(batch, 1, **options)
+    torch.testing.assert_close(whole.double().cpu(), oracle(batch, **options), rtol=1e-5, atol=1e-5)
+    assert torch.equal(attend(batch, 1000, **options), whole)  # more programs than tiles, so tiles are cut
+    for spans in (
+        [(2, 30, 31), (4, 0, 1), (0, 19, 20)],
+        [(2, 0, 15), (0, 3, 20)],
+        [(2, 15, 31), (1, 0, 1)],
+    ):
+        some, at = some_of(batch, spans)
+        assert torch.equal(attend(some, 1000, **options), whole[at]), spans
+
+
+def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    batch = make_batch([(0, 299, 300), (1, 299, 300), (2, 299, 300)], device=device)
+    (tiles,) = make_attention(batch, 1000).make_metadata(batch.segments)
+    assert len(tiles.merges) == 3 and tiles.partials == 15
+    whole = attend(batch, 1000, scale=0.3)
+    monkeypatch.setattr(module, "MOST_PARTIALS", 11)
+    attention = make_attention(batch, 1000)
+    (tiles,) = attention.make_metadata(batch.segments)
+    assert len(tiles.merges) == 2 and tiles.partials == 10  # the third tile stays whole
+    assert torch.equal(attend(batch, 1000, scale=0.3), whole)
+    reserved = attention.reserve(8, 64)
+    assert all(each.partials == 11 for each in reserved) and attention.refill(reserved, batch.segments)
+    found = attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, reserved, scale=0.3)
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 30.0}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_compiled_attention_gives_decodes_the_bits_of_prompts(
+    dtype: torch.dtype, options: dict[str, Any], head_dim: int
+) -> None:
+    spans = [(0, 0, 2500), (1, 3000, 3300), (2, 0, 1)]
+    batch = make_batch(spans, heads=16, kv_heads=4, head_dim=head_dim, dtype=dtype, device="cuda")
+    options = {"scale": head_dim**-0.5, **options}
+    whole = attend(batch, 132, **options)
+    expected = oracle(batch, **options)
+    assert (whole.double().cpu() - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
+    for part in ([(0, 2499, 2500)], [(1, 0, 1), (0, 1300, 1301)], [(0, 0, 512), (1, 100, 101)], [(0, 17, 1800)]):
+        some, at = some_of(batch, part)
+        assert torch.equal(attend(some, 132, **options), whole[at])

@@ -1,0 +1,94 @@
+"""Products of Triton kernels whose bits do not depend on other rows: interpreted without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.lm.kernels.linear import invariant_product as module
+from holdfast.lm.kernels.linear.invariant_product import SumOrder, cuts, order_of, partial_products, product
+
+FEW, MANY = 1, 1000
+"""Processors of a device that a product fills without cuts, and of one that it does not."""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that an interpreter computes quickly."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(module, "BLOCK_M", 8)
+        monkeypatch.setattr(module, "BLOCK_N", 16)
+
+
+def drawn(
+    rows: int, outputs: int, inputs: int, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rows * outputs + inputs)
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5
+    return x.to(device, dtype), weight.to(device, dtype), torch.randn(outputs).to(device, dtype)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 700), (16, 64), (33, 301)])
+@pytest.mark.parametrize("processors", [FEW, MANY])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_that_of_float64(outputs: int, inputs: int, processors: int, biased: bool, device: str) -> None:
+    x, weight, bias = drawn(11, outputs, inputs, device)
+    found = product(x, weight, bias if biased else None, processors=processors)
+    expected = x.double() @ weight.double().t() + (bias.double() if biased else 0.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    turned = product(x, weight.t().contiguous().t(), bias if biased else None, processors=processors)
+    torch.testing.assert_close(turned.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("inputs", [704, 670])
+def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
+    dtype: torch.dtype, inputs: int, device: str
+) -> None:
+    """Cut products are added up by their readers, and the norm's kernel adds them as this test does."""
+    x, weight, bias = drawn(19, 33, inputs, device, dtype)
+    assert order_of(weight).parts > 1 and cuts(x, weight, MANY) and not cuts(x, weight, FEW)
+    wanted = product(x, weight, bias, processors=FEW)
+    sums = partial_products(x, weight, processors=FEW)[0]
+    for begin, end in ((0, 19), (3, 4), (0, 8), (5, 18), (18, 19)):
+        for processors in (FEW, MANY):
+            assert torch.equal(product(x[begin:end], weight, bias, processors=processors), wanted[begin:end])
+            added = torch.zeros_like(sums[begin:end])
+            for part in partial_products(x[begin:end], weight, processors=processors):
+                added += part
+            assert torch.equal(added, sums[begin:end])
+
+
+def test_no_rows_give_no_rows(device: str) -> None:
+    x, weight, bias = drawn(3, 20, 96, device)
+    assert product(x[:0], weight, bias, processors=MANY).shape == (0, 20)
+    assert partial_products(x[:0], weight, processors=MANY).shape[1:] == (0, 20)
+
+
+def test_the_order_of_a_sum_depends_on_the_weight_and_its_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> SumOrder:
+        return order_of(torch.empty(outputs, inputs, dtype=dtype, device="meta"))
+
+    for outputs, inputs in ((4096, 4096), (4096, 14336), (128256, 4096), (6144, 4096), (576, 576), (64, 10)):
+        for dtype in (torch.bfloat16, torch.float32):
+            found = order(outputs, inputs, dtype)
+            assert found.size % found.step == 0
+            assert (found.parts - 1) * found.size < inputs <= found.parts * found.size
+            assert found.parts == 1 or found.size >= module.LEAST_STEPS * found.step
+    assert order(4096, 14336).parts > 1 and order(128256, 4096).parts == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 1030)])
+def test_compiled_products_have_the_same_bits_for_any_number_of_rows(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    x, weight, bias = drawn(600, outputs, inputs, "cuda", dtype)
+    wanted = product(x, weight, bias, processors=132)
+    error = (wanted.double() - x.double() @ weight.double().t() - bias.double()).norm() / wanted.double().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 5e-3)
+    for begin, end in ((0, 1), (7, 8), (0, 16), (3, 67), (100, 228), (88, 600)):
+        assert torch.equal(product(x[begin:end], weight, bias, processors=132), wanted[begin:end])

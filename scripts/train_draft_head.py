@@ -83,7 +83,10 @@ def answered(model: str, prompts: Sequence[Text | str], tokens: int, seed: int) 
             given.append(Text(ids, [False] * len(ids)) if isinstance(prompt, str) else prompt)
         answers = llm.generate([text.ids for text in given], asked)
     return [
-        Text([*prompt.ids, *answer.token_ids][:MOST_TOKENS], [*prompt.said, *[True] * len(answer.token_ids)][:MOST_TOKENS])
+        Text(
+            [*prompt.ids, *answer.token_ids][:MOST_TOKENS],
+            [*prompt.said, *[True] * len(answer.token_ids)][:MOST_TOKENS],
+        )
         for prompt, answer in zip(given, answers, strict=True)
         if answer.token_ids
     ]
@@ -100,7 +103,7 @@ def kept_answers(path: Path | None, make: Callable[[], list[Text]]) -> list[Text
 
 
 def batches(texts: Sequence[Text], tokens: int, rng: Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of texts of similar length, without end: ids [B, L] padded with 0, and the weight of each token [B, L]."""
+    """Batches of texts of similar length, without end: ids [B, L] padded with 0, and the tokens' weights [B, L]."""
     while True:
         order = sorted(texts, key=lambda text: len(text.ids) + rng.random() * 16)
         groups: list[list[Text]] = []
@@ -158,7 +161,10 @@ def losses(
         values.append(own_values.repeat_interleave(group, 2).transpose(1, 2))
         query = head.queries(entered, at).transpose(1, 2) * scale
         # A query sees the true keys up to its first position, and those of its own guesses.
-        scores = [query @ keys[0].transpose(2, 3) + causal, *((query * each).sum(-1, keepdim=True) for each in keys[1:])]
+        scores = [
+            query @ keys[0].transpose(2, 3) + causal,
+            *((query * each).sum(-1, keepdim=True) for each in keys[1:]),
+        ]
         shares = torch.cat(scores, -1).softmax(-1)
         attended = shares[..., :length] @ values[0]
         for number, each in enumerate(values[1:]):
@@ -261,7 +267,10 @@ def main() -> None:
     began = time.monotonic()
     answer = partial(answered, options.model, prompts, options.tokens, options.seed)
     texts = kept_answers(options.answers, answer)
-    print(f"{len(texts)} answers, {sum(sum(text.said) for text in texts):,} tokens, {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{len(texts)} answers, {sum(sum(text.said) for text in texts):,} tokens, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     target = load(directory, device=device, dtype="float32")
     assert isinstance(target, Decoder)
     if options.initial is not None:

@@ -1,7 +1,7 @@
 """Draft heads: one small layer that guesses the next tokens of a decoder from its hidden states (EAGLE-3).
 
-Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test". The
-format is that of published checkpoints (`LlamaForCausalLMEagle3`), with their names of tensors.
+Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test".
+The format is that of published checkpoints (`LlamaForCausalLMEagle3`), with their names of tensors.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class DraftHead:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.eps)
 
     def _heads(self, entered: torch.Tensor, name: str, count: int) -> torch.Tensor:
-        return functional.linear(entered, self._layer[name]).unflatten(-1, (count, self.spec.dim))
+        return functional.linear(entered, self._layer[name]).view(*entered.shape[:-1], count, self.spec.dim)
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = positions[..., None].float() * self._frequencies
@@ -227,8 +227,8 @@ def checked_target(model: object) -> Decoder:
     decoder = model.decoder
     if any(decoder.recurrent):
         raise UnsupportedCheckpoint(
-            f"draft_model is for layers of attention, and {decoder.architecture} has {sum(decoder.recurrent)} recurrent "
-            "layers"
+            f"draft_model is for layers of attention, and of those of {decoder.architecture} "
+            f"{sum(decoder.recurrent)} are recurrent"
         )
     return model
 
@@ -253,7 +253,7 @@ def spec_of(config: Mapping[str, Any], target: Decoder) -> HeadSpec:
     ):
         if found != expected:
             raise UnsupportedCheckpoint(
-                f"draft_model is made for another model: its {name} is {found}, and {decoder.architecture} has {expected}"
+                f"draft_model is made for another model: its {name} is {found}, and that of the model is {expected}"
             )
     draft = _number(config, "draft_vocab_size", decoder.vocab_size)
     if not 0 < draft <= decoder.vocab_size:
@@ -291,8 +291,8 @@ def tapped_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
     layers = tuple(sorted({each + shift for each in given}))
     if not given or len(layers) < len(given) or layers[0] < 0 or layers[-1] >= num_layers:
         raise UnsupportedCheckpoint(
-            f"draft_model reads the inputs of layers {', '.join(str(each + shift) for each in given)}; they must differ "
-            f"and be from 0 to {num_layers - 1}, as the model has {num_layers} layers ({TAP_LAYERS})"
+            f"draft_model reads the inputs of layers {', '.join(str(each + shift) for each in given)}; they must "
+            f"differ and be from 0 to {num_layers - 1}, as the model has {num_layers} layers ({TAP_LAYERS})"
         )
     return layers
 
@@ -303,7 +303,9 @@ def _number(config: Mapping[str, Any], name: str, default: int | None = None) ->
     if value is None and default is not None:
         return default
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise UnsupportedCheckpoint(f"{name} of draft_model is {value!r}; it must be a whole number from 1 to 2147483647")
+        raise UnsupportedCheckpoint(
+            f"{name} of draft_model is {value!r}; it must be a whole number from 1 to 2147483647"
+        )
     return value
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from holdfast.lm.models.loader import load
 from holdfast.lm.parts.speculation.choice import make_head_parts
 from holdfast.lm.parts.speculation.head_device import HeadDevice
 from holdfast.lm.parts.standard import standard_parts
-from holdfast.lm.types import SchedulerStats
+from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
+from holdfast.lm.types import SchedulerStats, Segment, StepPlan, StepResult, TableWrite
 from holdfast.loop.loop import Loop
 from tests.heads import make_head
 from tests.invariants import check_scheduler
@@ -96,7 +96,9 @@ def requests(seed: int) -> list[Request]:
     ]
 
 
-def loop_of(model: Decoder, head: DraftHead | None, *, host: int = 0, flight: int = 2, **options: Any) -> Any:
+def loop_of(
+    model: Decoder, head: DraftHead | None, *, host: int = 0, flight: int = 2, observers: Any = (), **options: Any
+) -> Any:
     config = EngineConfig(
         **dict(max_sequences=6, block_size=4, draft_tokens=4) | options,
         speculation="off" if head is None else "eagle3",
@@ -109,7 +111,7 @@ def loop_of(model: Decoder, head: DraftHead | None, *, host: int = 0, flight: in
     planning = make_planning(config, shape, FREE)
     parts = [*([] if head is None else make_head_parts(planning, 0.001)), *standard_parts(planning)]
     scheduler = compose_scheduler(planning, planning.policy, parts)
-    return Loop(scheduler, device.executor, flight, time.monotonic)
+    return Loop(scheduler, device.executor, flight, time.monotonic, observers=observers)
 
 
 def play(model: Decoder, seed: int, head: DraftHead | None) -> tuple[Answers, set[str], SchedulerStats]:
@@ -157,3 +159,89 @@ def test_random_histories_give_the_tokens_that_each_request_gets_without_a_head(
                 [each.logprob for each in of_expected[: len(told)]], abs=1e-4
             )
     assert drafted > 125 and accepted > 50 and preempted > 0 and shared > 12
+
+
+class Seen:
+    """Keeps every plan and its result."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
+
+    def planned(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def ended(self, result: StepResult) -> None:
+        self.results.append(result)
+
+    def close(self) -> None:
+        pass
+
+
+def reference(head: DraftHead, taps: torch.Tensor, tokens: list[int], first: int, known: int, count: int) -> list[int]:
+    """The guesses after `known` tokens, by the whole text [first, known), with no cache.
+
+    `taps` [known, layers, hidden] are the inputs of the tapped layers. Keys are computed anew for each guess.
+    """
+    hidden = head.combine(taps[first : known - 1])
+    following = torch.tensor(tokens[first + 1 : known])
+    for _ in range(count):
+        positions = torch.arange(first, first + len(following))
+        entered, residual = head.enter(hidden, following)
+        keys, values = head.keys_values(entered, positions)
+        query = head.queries(entered[-1:], positions[-1:])
+        everything = torch.ones(1, len(following), dtype=torch.bool)
+        out = head.leave(head.attend(query, keys[None], values[None], everything), residual[-1:])
+        hidden = torch.cat((hidden, out))
+        following = torch.cat((following, head.guess(out)))
+    return following.tolist()[-count:]
+
+
+def taps_of(model: Decoder, head: DraftHead, tokens: list[int]) -> torch.Tensor:
+    """The inputs of the head's tapped layers for a text that is computed in one step."""
+    device = HeadDevice(head, 1, 1)
+    paged = PagedDevice(model, EngineConfig(max_sequences=1, token_budget=256, block_size=4), parts=[device])
+    paged.allocate(sizes(60))
+    blocks = tuple(range(-(-len(tokens) // 4)))
+    segment = Segment("one", 0, 0, len(tokens), tuple(tokens), None)
+    plan = StepPlan(0, (segment,), (TableWrite(0, 0, blocks),), parts=(HeadPlan(keeps=True),))
+    paged.executor.submit(plan)
+    paged.executor.collect()
+    paged.executor.close()
+    taps = device.kept_taps
+    return taps.into[: len(tokens)].clone()
+
+
+def test_guesses_are_those_of_the_whole_text_after_chunks_drafts_and_rejections(
+    model: Decoder, head: DraftHead
+) -> None:
+    seen = Seen()
+    loop = loop_of(model, head, token_budget=16, max_sequences=3, observers=(seen,))
+    choose = random.Random(5)
+    prompts = {name: [choose.randrange(64) for _ in range(length)] for name, length in (("a", 5), ("b", 37), ("c", 21))}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        params = SamplingParams(temperature=0.4, seed=number, max_tokens=40, ignore_eos=True, logit_bias=FEW)
+        loop.add(Request(name, tuple(prompt), params))
+    texts = {name: list(prompt) for name, prompt in prompts.items()}
+    while loop.has_work():
+        for output in loop.step() or ():
+            texts[output.request_id] += output.tokens
+    loop.close()
+    taps = {name: taps_of(model, head, tokens) for name, tokens in texts.items()}
+    compared = rejected = chunked = 0
+    for plan, result in zip(seen.plans, seen.results, strict=True):
+        sampled = [segment for segment in plan.segments if segment.sampling is not None]
+        chunked += len(plan.segments) - len(sampled)
+        counts = result.counts or [1] * len(sampled)
+        most = plan.samples or [1] * len(sampled)
+        for segment, count, several, guesses in zip(
+            sampled, counts, most, result.part(HeadResult).drafts, strict=False
+        ):
+            known = segment.stop - several + 1 + count
+            if known > len(texts[segment.sequence_id]) or not guesses:
+                continue
+            rejected += count < several
+            text = texts[segment.sequence_id]
+            assert list(guesses) == reference(head, taps[segment.sequence_id], text, 0, known, len(guesses))
+            compared += 1
+    assert compared > 30 and rejected > 5 and chunked > 2

@@ -45,8 +45,8 @@ class SpeculationBuilder(PartBuilder):
             raise ValueError(f"speculation is {config.speculation}, and {reason}")
         if config.draft_model is not None and not isinstance(self.site.device, PagedDevice):
             raise ValueError(
-                f"draft_model is {config.draft_model}, and {self.site.checkpoint.name} runs on padded rows, which verify "
-                "no drafts; leave it out"
+                f"draft_model is {config.draft_model}, and {self.site.checkpoint.name} runs on padded rows, which "
+                "verify no drafts; leave it out"
             )
         self._drafter = None if reason else make_drafter(config, shape, self.site.device.kind)
         return shape

@@ -245,7 +245,11 @@ class DraftingPart(Verification):
         uses = [match * chance**place for chance, count, match in chances for place in range(1, count + 1)]
         account, ratio = self.account(rows), self._ratio * self._drafts_ratio
         plain = self._ratio * (self._predictor.drafted(rows, []) + attention)
-        best = rows / (plain + self._further + account.gap) if waited else MARGIN * rows / (plain + self._idle) / account.trust
+        best = (
+            rows / (plain + self._further + account.gap)
+            if waited
+            else MARGIN * rows / (plain + self._idle) / account.trust
+        )
         share, gain = 0, 0.0
         order = sorted(uses, reverse=True)[: max(0, room)]
         every = 1 if len(order) <= 64 else 8

@@ -21,7 +21,7 @@ from holdfast.lm.parts.speculation.windows import Kept, Shift, Span, Windows
 from holdfast.lm.types import StepPlan
 
 SLOTS = 512
-"""Most positions of a sequence whose keys and values a head keeps: the last ones. When all are in use, half are dropped."""
+"""Most positions of a sequence whose keys and values a head keeps: the last ones. If all are used, half are dropped."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -209,8 +209,8 @@ def spans_of(plan: StepPlan) -> list[Span]:
 def places_of(staged: StagedStep, kept: Sequence[Kept]) -> Places:
     """The indices of a step whose positions are `kept`."""
     starts = dict(zip(map(_key, spans_of(staged.plan)), staged.segments.query_start.tolist(), strict=False))
-    tokens, rows, slots, positions, waited, drawn, first = ([] for _ in range(7))  # type: list[Any]
-    counts: list[int] = []
+    tokens, rows, slots, positions = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+    waited, drawn, first, counts = list[int](), list[int](), list[int](), list[int]()
     waits: dict[int, int] = {}
     at = 0
     for span, begin, slot in kept:
@@ -285,6 +285,12 @@ class HeadDevice(DevicePart):
         self._taps = StreamTaps(spec.layers, into)
         return self._taps
 
+    @property
+    def kept_taps(self) -> StreamTaps:
+        """The memory of the last step's hidden states. Raises RuntimeError before `taps`."""
+        if self._taps is None:
+            raise RuntimeError("the head has no memory for hidden states yet: call taps first")
+        return self._taps
+
     def executor(self, allocated: Allocated) -> HeadExecutor:
-        assert self._taps is not None
-        return HeadExecutor(self.head, self._taps, self._rows)
+        return HeadExecutor(self.head, self.kept_taps, self._rows)

@@ -25,7 +25,8 @@ class Shift(NamedTuple):
     row: int
     source: int
     """Slot of the first of them."""
-    count: int
+    moved: int
+    """Number of positions."""
 
 
 class Kept(NamedTuple):

@@ -186,12 +186,16 @@ def train(head: DraftHead, model: Any, texts: Sequence[Text], options: argparse.
     parameters = [each for name, each in head.tensors.items() if name not in SHARED]
     for each in parameters:
         each.requires_grad_()
-    optimizer = torch.optim.AdamW(parameters, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    matrices, vectors = ([each for each in parameters if (each.ndim > 1) is wide] for wide in (True, False))
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=options.rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
     layers, device = head.spec.layers, head.tensors["fc.weight"].device
     given = batches(texts, options.batch_tokens, Random(options.seed))
     began, step, tokens = time.monotonic(), 0, 0
     while (done := (time.monotonic() - began) / 60 / options.minutes) < 1:
-        for group in optimizer.param_groups:
+        for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = options.rate * min((step + 1) / options.warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * done))
         ids, weights = (each.to(device) for each in next(given))
         if ids.shape[1] < options.guesses + 2:
@@ -204,8 +208,9 @@ def train(head: DraftHead, model: Any, texts: Sequence[Text], options: argparse.
             loss, right = losses(head, taps, ids, teacher, weights, options.guesses)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step, tokens = step + 1, tokens + ids.numel()
         if step % options.report == 1:
             shares = ", ".join(f"{each:.3f}" for each in right)

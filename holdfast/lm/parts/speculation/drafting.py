@@ -72,9 +72,12 @@ class Account:
         self.given += given - self.given / PRIOR / 2
         self.promised += promised - self.promised / PRIOR / 2
 
-    def forget(self) -> None:
-        """Trust predictions a little more, because a step passed without drafts."""
-        self.given += (self.promised - self.given) / PATIENCE
+    def forget(self, patience: int = PATIENCE) -> None:
+        """Trust predictions a little more, because a step passed without drafts.
+
+        Two thirds of the disappointment have faded after `patience` such steps.
+        """
+        self.given += (self.promised - self.given) / patience
 
 
 class DraftingPart(Verification):
@@ -296,7 +299,7 @@ def shares_of(chances: Sequence[tuple[float, int, float]], least: float, share: 
     return shares
 
 
-def after(rate: float, hits: int, *, missed: bool) -> float:
-    """A running rate of hits after this many, and after a miss if one followed them."""
-    rate = 1 - (1 - rate) * (1 - GAIN) ** hits
-    return rate * (1 - GAIN) if missed else rate
+def after(rate: float, hits: int, *, missed: bool, gain: float = GAIN) -> float:
+    """A running rate of hits after this many, and after a miss if one followed them. `gain` is the weight of each."""
+    rate = 1 - (1 - rate) * (1 - gain) ** hits
+    return rate * (1 - gain) if missed else rate

@@ -17,8 +17,17 @@ from holdfast.lm.types import PartPlan, StepPlan, StepResult
 
 HOPE = 0.7
 """Chance of a guess as long as none was verified, and after long without any."""
-MEAN_WEIGHT = 0.02
-"""Weight of one verified draft in the rate of hits of all sequences."""
+HEAD_GAIN = 0.1
+"""Weight of one guess in a sequence's running rate of hits. The same head guesses all along, so it changes slowly."""
+FIRST, LEAST_WEIGHT = 8, 0.02
+"""Number of verified drafts that HOPE counts for in the rate of all sequences, and least weight of one draft in it."""
+SHORT, LONG = 16, 1024
+"""Least and most tokens without drafts after which half of a disappointment has faded. Drafts that fail double them."""
+FORGETS = 64
+"""Steps without guesses after which two thirds of the disappointment with a batch size have faded.
+
+Chances of guesses have most of it, too, and last longer.
+"""
 
 
 @dataclass(slots=True)
@@ -29,11 +38,13 @@ class HeadRow:
     """Running share of right guesses, among guesses whose predecessors were right."""
     known: int
     """Number of known tokens when a guess was verified last."""
+    patience: int = SHORT
+    """Tokens without drafts after which half of the way to HOPE is made up."""
 
     def chance(self, known: int) -> float:
         """Chance that a guess is right if the earlier ones are. It goes to HOPE with the tokens since the last one."""
         age = max(0, known - self.known)
-        return min(self.hits + (HOPE - self.hits) * age / (age + PATIENCE), MOST_RATE)
+        return min(self.hits + (HOPE - self.hits) * age / (age + self.patience), MOST_RATE)
 
 
 class Guesses(NamedTuple):
@@ -52,7 +63,7 @@ class HeadPart(DraftingPart):
     steps, or none: then it does not run at all, and steps are planned ahead as usual.
 
     The chance of a guess comes from how often guesses came true, for each sequence. A new sequence has the rate of all.
-    While none are verified, chances rise slowly, so that they are tried again after hundreds of tokens.
+    While none are verified, chances rise slowly, so that guesses are tried again, less often each time that they fail.
     """
 
     name = "speculation"
@@ -76,6 +87,8 @@ class HeadPart(DraftingPart):
         """Measured seconds of a pass, by the power of two that the number of sequences is below."""
         self._mean = HOPE
         """Running rate of hits of all sequences."""
+        self._verified_drafts = 0
+        """Number of verified drafts."""
         self._rows: dict[Entry, HeadRow] = {}
         self._guesses: dict[Entry, Guesses] = {}
         """Guesses that no step has verified yet. They go when a step samples the next token without them."""
@@ -101,8 +114,6 @@ class HeadPart(DraftingPart):
             return False
         contexts = [entry.cache.planned + 1 for entry in decoding]
         _, self._promise = self._shares(chances, contexts, self._sampled - rows)
-        if not self._promise:
-            self.account(rows).forget()
         return self._promise > 0
 
     def draft(self, step: PartStep) -> Mapping[Entry, Sequence[int]]:
@@ -134,6 +145,7 @@ class HeadPart(DraftingPart):
         count, _ = self._best(running)
         if not count:
             self._mean += (HOPE - self._mean) / PATIENCE
+            self.account(len(running)).forget(FORGETS)
             return None
         if step.sampling:
             self._guessing.update(dict.fromkeys(step.sampling, count))
@@ -146,9 +158,13 @@ class HeadPart(DraftingPart):
         return super().apply(plan, result, now)
 
     def verified(self, entry: Entry, hits: int, *, missed: bool) -> None:
-        rate = after(self._chance(entry), hits, missed=missed)
-        self._rows[entry] = HeadRow(rate, len(entry.sequence.tokens) + hits + 1)
-        self._mean += MEAN_WEIGHT * (hits / (hits + missed) - self._mean)
+        rate = after(self._chance(entry), hits, missed=missed, gain=HEAD_GAIN)
+        patience = self._rows[entry].patience if entry in self._rows else SHORT
+        patience = max(SHORT, patience // 2) if hits else min(LONG, patience * 2)
+        self._rows[entry] = HeadRow(rate, len(entry.sequence.tokens) + hits + 1, patience)
+        self._verified_drafts += 1
+        weight = max(LEAST_WEIGHT, 1 / (FIRST + self._verified_drafts))
+        self._mean += weight * (hits / (hits + missed) - self._mean)
 
     def guessing(self, result: StepResult) -> float:
         return result.part(HeadResult).seconds

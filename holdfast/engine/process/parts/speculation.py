@@ -40,14 +40,15 @@ class SpeculationBuilder(PartBuilder):
 
     def allocated(self, shape: EngineShape) -> EngineShape:
         """Raises ValueError if the configuration names a drafter, and the engine can have none."""
-        config, reason = self.site.config, excluded((self.name,), self.site)
-        if reason and config.speculation not in ("auto", "off"):
-            raise ValueError(f"speculation is {config.speculation}, and {reason}")
+        config = self.site.config
         if config.draft_model is not None and not isinstance(self.site.device, PagedDevice):
             raise ValueError(
                 f"draft_model is {config.draft_model}, and {self.site.checkpoint.name} runs on padded rows, which "
                 "verify no drafts; leave it out"
             )
+        reason = excluded((self.name,), self.site)
+        if reason and config.speculation not in ("auto", "off"):
+            raise ValueError(f"speculation is {config.speculation}, and {reason}")
         self._drafter = None if reason else make_drafter(config, shape, self.site.device.kind)
         return shape
 

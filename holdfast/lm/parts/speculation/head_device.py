@@ -93,6 +93,15 @@ class HeadExecutor(PartExecutor):
         self._waiting = like.new_zeros(rows, *taps.into.shape[1:])
         """For each row, the hidden state of its last position, if the token after it was not known."""
         self._windows = Windows(SLOTS)
+        self._rehearse()
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        """Guess once, so that no step waits for what the first products of their sizes take."""
+        head, zero = self._head, torch.zeros(1, dtype=torch.int64, device=self._device)
+        entered, residual = head.enter(head.combine(self._taps.into[:1]), zero)
+        head.keys_values(entered, zero)
+        self._guess(entered, residual, zero, zero, zero, 2, 2)
 
     def follow(self, staged: StagedStep) -> Sequence[DrawnWork]:
         plan = staged.plan.part(HeadPlan)

@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
-from holdfast.lm.parts.speculation.drafting import MARGIN, MOST_RATE, PATIENCE, WEIGHT, DraftingPart, after
+from holdfast.lm.parts.speculation.drafting import MARGIN, MOST_RATE, MOST_RATIO, PATIENCE, DraftingPart, after
 from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
 from holdfast.lm.parts.speculation.verification import draftable
 from holdfast.lm.scheduler.entries import Entry
@@ -23,6 +23,8 @@ FIRST, LEAST_WEIGHT = 8, 0.02
 """Number of verified drafts that HOPE counts for in the rate of all sequences, and least weight of one draft in it."""
 SHORT, LONG = 16, 1024
 """Least and most tokens without drafts after which half of a disappointment has faded. Drafts that fail double them."""
+PASS_WEIGHT = 0.2
+"""Weight of one step in the running time of a pass."""
 FORGETS = 64
 """Steps without guesses after which two thirds of the disappointment with a batch size have faded.
 
@@ -84,7 +86,10 @@ class HeadPart(DraftingPart):
         super().__init__(cost, most=most, rows=rows, target=target)
         self._pass_share = pass_share
         self._passes: dict[int, float] = {}
-        """Measured seconds of a pass, by the power of two that the number of sequences is below."""
+        """Running seconds of a pass, by the power of two that the number of sequences is below.
+
+        They go back to the first estimate while none is made, as one slow pass must not end guessing for good.
+        """
         self._mean = HOPE
         """Running rate of hits of all sequences."""
         self._verified_drafts = 0
@@ -146,6 +151,9 @@ class HeadPart(DraftingPart):
         if not count:
             self._mean += (HOPE - self._mean) / PATIENCE
             self.account(len(running)).forget(FORGETS)
+            size = len(running).bit_length()
+            if size in self._passes:
+                self._passes[size] += (self._first_pass(len(running)) - self._passes[size]) / PATIENCE
             return None
         if step.sampling:
             self._guessing.update(dict.fromkeys(step.sampling, count))
@@ -182,15 +190,24 @@ class HeadPart(DraftingPart):
         sampling, count = self._asked.pop(plan.step)
         found = result.part(HeadResult)
         if found.passes and found.seconds:
-            size, seconds = len(sampling).bit_length(), found.seconds / found.passes
-            self._passes.setdefault(size, seconds)
-            self._passes[size] += WEIGHT * (seconds - self._passes[size])
+            rows, seconds = len(sampling), found.seconds / found.passes
+            before = self._pass_seconds(rows)
+            ratio = min(max(seconds / before, 1 / MOST_RATIO), MOST_RATIO)
+            self._passes[rows.bit_length()] = before * (1 + PASS_WEIGHT * (ratio - 1))
         given = result.counts if result.counts is not None else [1] * len(sampling)
         for entry, tokens, number in zip(sampling, found.drafts or [()] * len(sampling), given, strict=True):
             if self._guessing.get(entry) == count:
                 del self._guessing[entry]
                 if tokens and not entry.sequence.ended:
                     self._guesses[entry] = Guesses(len(entry.sequence.tokens) + number, tokens)
+
+    def _pass_seconds(self, rows: int) -> float:
+        """Predicted seconds of a pass for so many sequences."""
+        return self._passes.get(rows.bit_length()) or self._first_pass(rows)
+
+    def _first_pass(self, rows: int) -> float:
+        """`_pass_seconds` before any was measured."""
+        return self._pass_share * self._ratio * self._predictor.drafted(rows, [])
 
     def _chance(self, entry: Entry) -> float:
         row = self._rows.get(entry)
@@ -209,7 +226,7 @@ class HeadPart(DraftingPart):
         contexts = [entry.cache.planned + 1 for entry in running]
         attention, account = self._predictor.decodes(contexts), self.account(rows)
         plain = self._ratio * (self._predictor.drafted(rows, []) + attention)
-        each = self._passes.get(rows.bit_length(), self._pass_share * plain)
+        each = self._pass_seconds(rows)
         best, found, gain = MARGIN * rows / (plain + self._idle) / account.trust, 0, 0.0
         uses, ratio = chances, self._ratio * self._drafts_ratio
         for count in range(1, min(self._most, self._sampled // rows - 1) + 1):

@@ -18,6 +18,8 @@ A draft head is compared by `--set speculation=eagle3 --set draft_model=PATH`. T
 prompts for each stream, and a stream takes the next one as its answer ends.
 
 A run's time begins with the first token of its last sequence, so prompts do not count. Each ratio is of runs in turn.
+`on_cpu_s` and `off_cpu_s` are processor seconds of all runs, prompts included. On a CPU that others share, they say more
+than rates.
 `equal` is the share of tokens that are the same with drafts and without. They are the same draws, so they differ only
 where a step of another size rounds otherwise.
 """
@@ -125,13 +127,16 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
     given = prompts(workload, batch, vocab_size)
     params = replace(WORKLOADS[workload], max_tokens=tokens, ignore_eos=workload not in DIALOGUES)
     rates: dict[bool, list[float]] = {True: [], False: []}
+    work = {True: 0.0, False: 0.0}
     answers: dict[bool, list[list[int]]] = {}
     drafted, accepted = drafting.tokens_drafted, drafting.drafts_accepted
     try:
         for turn in range(2 * repeat):
             on = turn % 4 in (1, 2)
             planner.queues.hooks = with_drafts if on else without
+            began = time.process_time()
             rate, answers[on] = run(loop, given, params, batch)
+            work[on] += time.process_time() - began
             rates[on].append(rate)
     finally:
         planner.queues.hooks = with_drafts
@@ -149,6 +154,8 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
         drafted=drafting.tokens_drafted - drafted,
         accepted=drafting.drafts_accepted - accepted,
         equal=round(statistics.fmean(same), 4),
+        on_cpu_s=round(work[True], 3),
+        off_cpu_s=round(work[False], 3),
         gap_us=round(1e6 * drafting.account(batch).gap),
         trust=round(drafting.account(batch).trust, 3),
     )

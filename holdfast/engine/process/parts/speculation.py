@@ -9,7 +9,7 @@ from holdfast.engine.process.part_builder import Order, PartBuilder, excluded
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
-from holdfast.lm.models.base import Model
+from holdfast.lm.models.base import Model, UnsupportedCheckpoint
 from holdfast.lm.models.draft_head import read_head
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_drafter, make_head_parts, make_parts
@@ -35,7 +35,10 @@ class SpeculationBuilder(PartBuilder):
             found = Checkpoint.find(config.draft_model)
         except ValueError as error:
             raise ValueError(f"draft_{error}" if str(error).startswith("model ") else f"draft_model: {error}") from None
-        head = read_head(found.directory, model)
+        try:
+            head = read_head(found.directory, model)
+        except UnsupportedCheckpoint as error:  # the head, not the model: no other executor would help
+            raise ValueError(str(error)) from None
         return (HeadDevice(head, config.most_sequences, model.spec.weight_bytes),)
 
     def allocated(self, shape: EngineShape) -> EngineShape:

@@ -18,8 +18,8 @@ A draft head is compared by `--set speculation=eagle3 --set draft_model=PATH`. T
 prompts for each stream, and a stream takes the next one as its answer ends.
 
 A run's time begins with the first token of its last sequence, so prompts do not count. Each ratio is of runs in turn.
-`on_cpu_s` and `off_cpu_s` are processor seconds of all runs, prompts included. On a CPU that others share, they say more
-than rates.
+`on_cpu_s` and `off_cpu_s` are processor seconds of all runs, prompts included. On a shared CPU they say more than
+rates.
 `equal` is the share of tokens that are the same with drafts and without. They are the same draws, so they differ only
 where a step of another size rounds otherwise.
 """

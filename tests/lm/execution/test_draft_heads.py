@@ -208,8 +208,7 @@ def taps_of(model: Decoder, head: DraftHead, tokens: list[int]) -> torch.Tensor:
     paged.executor.submit(plan)
     paged.executor.collect()
     paged.executor.close()
-    taps = device.kept_taps
-    return taps.into[: len(tokens)].clone()
+    return device.memory.taps.into[: len(tokens)].clone()
 
 
 def test_guesses_are_those_of_the_whole_text_after_chunks_drafts_and_rejections(

@@ -52,6 +52,21 @@ class Places(NamedTuple):
     wait_row: Indices  # [N]
 
 
+class HeadMemory(NamedTuple):
+    """What a head keeps on the device besides its weights."""
+
+    taps: StreamTaps
+    keys: torch.Tensor  # [rows, SLOTS, Hkv, D]
+    values: torch.Tensor  # [rows, SLOTS, Hkv, D]
+    waiting: torch.Tensor  # [rows, layers, hidden]
+    """For each row, the hidden state of its last position, if the token after it was not known."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.taps.into.nbytes + self.keys.nbytes + self.values.nbytes + self.waiting.nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class FoundDrafts:
     """The guesses of a step, and the time that they took."""
@@ -85,14 +100,11 @@ class HeadExecutor(PartExecutor):
 
     plans = (HeadPlan,)
 
-    def __init__(self, head: DraftHead, taps: StreamTaps, rows: int) -> None:
-        """`rows` is the number of rows of the executor."""
-        spec, like = head.spec, head.tensors["fc.weight"]
-        self._head, self._taps, self._device = head, taps, like.device
-        self._keys, self._values = (like.new_zeros(rows, SLOTS, spec.kv_heads, spec.dim) for _ in range(2))
-        self._waiting = like.new_zeros(rows, *taps.into.shape[1:])
-        """For each row, the hidden state of its last position, if the token after it was not known."""
-        self._windows = Windows(SLOTS)
+    def __init__(self, head: DraftHead, memory: HeadMemory) -> None:
+        """`memory` belongs to this executor alone from now on."""
+        self._head, self._taps, self._device = head, memory.taps, memory.keys.device
+        self._keys, self._values, self._waiting = memory.keys, memory.values, memory.waiting
+        self._windows = Windows(memory.keys.shape[1])
         self._rehearse()
 
     @torch.inference_mode()
@@ -118,7 +130,7 @@ class HeadExecutor(PartExecutor):
             if self._device.type == "cuda":
                 events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 events[0].record()
-            drafts = self._run(packed, drawn, places, shifts, plan.drafts, min(longest, SLOTS))
+            drafts = self._run(packed, drawn, places, shifts, plan.drafts, min(longest, self._windows.slots))
             if events is not None:
                 events[1].record()
                 return FoundDrafts(drafts, 0.0, (events[0], events[1]))
@@ -280,26 +292,32 @@ class HeadDevice(DevicePart):
         self.head, self._rows = head, rows
         self.pass_share = head.pass_bytes / max(1, model_bytes)
         """Share of a step's weights that one pass reads: an estimate of its time before any is measured."""
-        self._taps: StreamTaps | None = None
+        self._memory: HeadMemory | None = None
 
     @property
     def nbytes(self) -> int:
-        spec, size = self.head.spec, self.head.dtype.itemsize
-        kept = 2 * SLOTS * spec.kv_heads * spec.dim + len(spec.layers) * spec.target_hidden
-        return self.head.nbytes + self._rows * kept * size
+        return self.head.nbytes + (0 if self._memory is None else self._memory.nbytes)
+
+    def workspace_bytes(self) -> int:
+        """A step's guesses read copies of the keys and values of its sequences."""
+        return self.memory.keys.nbytes + self.memory.values.nbytes
 
     def taps(self, max_tokens: int) -> StreamTaps:
-        spec = self.head.spec
-        into = self.head.tensors["fc.weight"].new_zeros(max_tokens, len(spec.layers), spec.target_hidden)
-        self._taps = StreamTaps(spec.layers, into)
-        return self._taps
+        spec, like = self.head.spec, self.head.tensors["fc.weight"]  # before the cache takes the rest of the memory
+        shape = len(spec.layers), spec.target_hidden
+        self._memory = HeadMemory(
+            StreamTaps(spec.layers, like.new_zeros(max_tokens, *shape)),
+            *(like.new_zeros(self._rows, SLOTS, spec.kv_heads, spec.dim) for _ in range(2)),
+            like.new_zeros(self._rows, *shape),
+        )
+        return self._memory.taps
 
     @property
-    def kept_taps(self) -> StreamTaps:
-        """The memory of the last step's hidden states. Raises RuntimeError before `taps`."""
-        if self._taps is None:
-            raise RuntimeError("the head has no memory for hidden states yet: call taps first")
-        return self._taps
+    def memory(self) -> HeadMemory:
+        """What the head keeps on the device. Raises RuntimeError before `taps`."""
+        if self._memory is None:
+            raise RuntimeError("the head has no memory yet: call taps first")
+        return self._memory
 
     def executor(self, allocated: Allocated) -> HeadExecutor:
-        return HeadExecutor(self.head, self.kept_taps, self._rows)
+        return HeadExecutor(self.head, self.memory)

@@ -96,7 +96,7 @@ class HeadPart(DraftingPart):
         """Number of verified drafts."""
         self._rows: dict[Entry, HeadRow] = {}
         self._guesses: dict[Entry, Guesses] = {}
-        """Guesses that no step has verified yet. They go when a step samples the next token without them."""
+        """The last guesses of each running sequence. They count until it has another token."""
         self._guessing: dict[Entry, int] = {}
         """For each sequence for which a step in flight guesses, the number of guesses."""
         self._asked: dict[int, tuple[Sequence[Entry], int]] = {}
@@ -142,7 +142,6 @@ class HeadPart(DraftingPart):
     def finish(self, step: PartStep) -> PartPlan | None:
         super().finish(step)
         for entry in step.sampling:
-            self._guesses.pop(entry, None)
             self._guessing.pop(entry, None)
         if not step.num_tokens:
             return None

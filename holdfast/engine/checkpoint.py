@@ -139,7 +139,7 @@ def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfi
     """
     adapters = tuple(f"{name}={Path(path).expanduser().resolve()}" for name, path in config.adapters)
     config = replace(config, adapter=adapters, served_model_name=config.served_model_name or (checkpoint.name,))
-    if config.draft_model is not None and (head := Path(config.draft_model).expanduser()).exists():
+    if config.draft_model and (head := Path(config.draft_model).expanduser()).exists():
         config = replace(config, draft_model=str(head.resolve()))
     if config.model == BUILTIN_MODEL:
         return config

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from holdfast import LLM, SamplingParams
+from holdfast.core.config import BUILTIN_HEAD, BUILTIN_MODEL
 from holdfast.core.types import Grammar, Request
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
@@ -153,7 +156,7 @@ def test_a_draft_head_gives_the_same_answers_next_to_grammars_and_embeddings(
     checkpoint: Path, head: Path, options: dict[str, Any]
 ) -> None:
     answers = []
-    for draft_model in (None, str(head)):
+    for draft_model in ("", str(head)):
         loop, info = build(EngineConfig(model=str(checkpoint), **SMALL | options, draft_model=draft_model))
         choose = random.Random(0)
         shared = tuple([choose.randrange(info.vocab_size) for _ in range(70)])
@@ -170,7 +173,7 @@ def test_a_draft_head_gives_the_same_answers_next_to_grammars_and_embeddings(
         while loop.has_work():
             for output in loop.step() or ():
                 given[output.request_id] += output.tokens
-        assert (loop.stats().drafts_accepted > 20) == (draft_model is not None)
+        assert (loop.stats().drafts_accepted > 20) == bool(draft_model)
         answers.append(given)
         loop.close()
     assert answers[0] == answers[1]
@@ -195,3 +198,28 @@ def test_a_draft_head_is_refused_for_a_model_that_runs_on_padded_rows() -> None:
     site: Any = SimpleNamespace(config=config, device=object(), checkpoint=SimpleNamespace(name="t5"))
     with pytest.raises(ValueError, match="draft_model is h, and t5 runs on padded rows, which verify no drafts"):
         SpeculationBuilder(site).allocated(None)  # type: ignore[arg-type]
+
+
+def test_a_fifth_of_the_guesses_of_the_built_in_models_head_are_right() -> None:
+    answers = []
+    for draft_model in ("", BUILTIN_HEAD):
+        options = SMALL | {"model": BUILTIN_MODEL, "draft_model": draft_model, "draft_tokens": 3}
+        loop, _ = build(EngineConfig(**options))
+        tokenizer = Tokenizer.from_file(str(Checkpoint.find(BUILTIN_MODEL).directory / "tokenizer.json"))
+        params, given = SamplingParams(temperature=0.0, max_tokens=60), dict[str, list[int]]()
+        for asked in (
+            "Tell me a story.",
+            "My name is Ada and I live in Rome. Where do I live?",
+            "Write a poem, please.",
+        ):
+            prompt = tokenizer.encode(f"<|user|> {asked}<|end|><|assistant|>", add_special_tokens=False).ids
+            given[asked] = []
+            loop.add(Request(asked, tuple(prompt), params))
+        while loop.has_work():
+            for output in loop.step() or ():
+                given[output.request_id] += output.tokens
+        stats = loop.stats()
+        answers.append(given)
+        loop.close()
+    assert answers[0] == answers[1]
+    assert stats.tokens_drafted > 60 and stats.drafts_accepted > 0.2 * stats.tokens_drafted

@@ -346,7 +346,7 @@ def _read(stored: Mapping[str, Any], name: str, shape: tuple[int, ...], dtype: t
 
 
 def _offsets(stored: Mapping[str, Any], spec: HeadSpec) -> torch.Tensor:
-    """What is added to each token of the draft vocabulary to make it one of the target's, int64."""
+    """Offsets [draft vocabulary] int64 from the tokens of the draft vocabulary to those of the target."""
     offsets = _tensor(stored, "d2t", (spec.draft_vocab_size,)).to(torch.int64)
     ids = offsets + torch.arange(spec.draft_vocab_size)
     low, high = int(ids.min()), int(ids.max())

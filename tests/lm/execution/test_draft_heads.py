@@ -102,7 +102,7 @@ def loop_of(
     config = EngineConfig(
         **dict(max_sequences=6, block_size=4, draft_tokens=4) | options,
         speculation="off" if head is None else "eagle3",
-        draft_model=None if head is None else "head",
+        draft_model="" if head is None else "head",
         host_cache_gb=0.001 if host else 0,
     )
     device_parts = [] if head is None else [HeadDevice(head, config.most_sequences, model.spec.weight_bytes)]

@@ -29,7 +29,7 @@ class SpeculationBuilder(PartBuilder):
         config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
     ) -> Sequence[DevicePart]:
         """The draft head, if there is one. Raises ValueError for one that does not fit the model."""
-        if config.draft_model is None:
+        if not config.draft_model:
             return ()
         try:
             found = Checkpoint.find(config.draft_model)
@@ -44,7 +44,7 @@ class SpeculationBuilder(PartBuilder):
     def allocated(self, shape: EngineShape) -> EngineShape:
         """Raises ValueError if the configuration names a drafter, and the engine can have none."""
         config = self.site.config
-        if config.draft_model is not None and not isinstance(self.site.device, PagedDevice):
+        if config.draft_model and not isinstance(self.site.device, PagedDevice):
             raise ValueError(
                 f"draft_model is {config.draft_model}, and {self.site.checkpoint.name} runs on padded rows, which "
                 "verify no drafts; leave it out"
@@ -56,9 +56,9 @@ class SpeculationBuilder(PartBuilder):
         return shape
 
     def is_priced(self, shape: EngineShape) -> bool:
-        return bool(self._drafter) or self.site.config.draft_model is not None
+        return bool(self._drafter or self.site.config.draft_model)
 
     def planners(self, planning: Planning) -> Iterable[Part]:
-        if self.site.config.draft_model is None:
+        if not self.site.config.draft_model:
             return make_parts(planning, self._drafter)
         return make_head_parts(planning, self.site.paged.part(HeadDevice).pass_share)

@@ -53,7 +53,7 @@ class Places(NamedTuple):
 
 
 class HeadMemory(NamedTuple):
-    """What a head keeps on the device besides its weights."""
+    """A head's memory on the device besides its weights."""
 
     taps: StreamTaps
     keys: torch.Tensor  # [rows, SLOTS, Hkv, D]
@@ -314,7 +314,7 @@ class HeadDevice(DevicePart):
 
     @property
     def memory(self) -> HeadMemory:
-        """What the head keeps on the device. Raises RuntimeError before `taps`."""
+        """The head's memory on the device. Raises RuntimeError before `taps`."""
         if self._memory is None:
             raise RuntimeError("the head has no memory yet: call taps first")
         return self._memory

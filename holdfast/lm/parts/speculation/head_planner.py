@@ -18,7 +18,7 @@ from holdfast.lm.types import PartPlan, StepPlan, StepResult
 HOPE = 0.7
 """Chance of a guess as long as none was verified, and after long without any."""
 HEAD_GAIN = 0.1
-"""Weight of one guess in a sequence's running rate of hits. The same head guesses all along, so it changes slowly."""
+"""Weight of one guess in a sequence's running rate of hits. One head makes all guesses, so the rate changes slowly."""
 FIRST, LEAST_WEIGHT = 8, 0.02
 """Number of verified drafts that HOPE counts for in the rate of all sequences, and least weight of one draft in it."""
 SHORT, LONG = 16, 1024
@@ -201,7 +201,7 @@ class HeadPart(DraftingPart):
                     self._guesses[entry] = Guesses(len(entry.sequence.tokens) + number, tokens)
 
     def _pass_seconds(self, rows: int) -> float:
-        """Predicted seconds of a pass for so many sequences."""
+        """Predicted seconds of a pass for this number of sequences."""
         return self._passes.get(rows.bit_length()) or self._first_pass(rows)
 
     def _first_pass(self, rows: int) -> float:

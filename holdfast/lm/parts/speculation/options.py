@@ -26,8 +26,8 @@ class SpeculationOptions(CoreConfig):
         "with tbt_target, where it can be",
         executor="paged",
     )
-    draft_model: str | None = option(
-        None,
+    draft_model: str = option(
+        "",
         "draft head that guesses tokens: a directory or a hub id of an EAGLE-3 head made for the model, or "
         f"{BUILTIN_HEAD} for {BUILTIN_MODEL}",
         executor="paged",
@@ -38,9 +38,9 @@ class SpeculationOptions(CoreConfig):
         super().__post_init__()
         if self.speculation in ("ngram", "suffix", "eagle3") and (reason := self.no_drafts):
             raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
-        if self.speculation == "eagle3" and self.draft_model is None:
+        if self.speculation == "eagle3" and not self.draft_model:
             raise ValueError("speculation is eagle3, which takes a draft head: give draft_model")
-        if self.draft_model is None:
+        if not self.draft_model:
             return
         reason = self.no_drafts
         if self.speculation not in ("auto", "eagle3"):
@@ -63,7 +63,7 @@ class SpeculationOptions(CoreConfig):
         if self.speculation == "off" or self.no_drafts:
             return None
         if self.speculation == "auto":
-            return "suffix" if self.draft_model is None else "eagle3"
+            return "eagle3" if self.draft_model else "suffix"
         return self.speculation
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.parts.contracts.order import ContractOrder
 from holdfast.lm.parts.contracts.policy import ContractPolicy
+from holdfast.lm.parts.speculation.drafting import DraftingPart
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.parts.tenants.planner import TenantPart
 from holdfast.lm.scheduler.builder import Policy
@@ -24,9 +25,10 @@ def settings_of(scheduler: Scheduler) -> dict[str, Any]:
     order = order.inner if isinstance(order, ContractOrder) else order
     pool = queues.pool
     limiting = next((part for part in queues.hooks.parts if isinstance(part, TenantPart)), None)
-    drafting = next((part for part in queues.hooks.parts if isinstance(part, SpeculationPart)), None)
+    drafting = next((part for part in queues.hooks.parts if isinstance(part, DraftingPart)), None)
+    drafter = drafting._drafter if isinstance(drafting, SpeculationPart) else drafting
     return {
-        "speculation": None if drafting is None else type(drafting._drafter).__name__,
+        "speculation": None if drafter is None else type(drafter).__name__,
         "draft_tokens": None if drafting is None else drafting._most,
         "max_tenant_sequences": None if limiting is None else limiting._most,
         "scheduler": type(policy).__name__,

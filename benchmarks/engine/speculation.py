@@ -11,8 +11,15 @@ constant   greedy, one token over and over: every guess is right
 mostly     temperature 1, one token about four times in five: like text with many repetitions
 own        greedy, without a bias, after a pattern that repeats: the model's own continuation
 random     temperature 1: no guess is right, so this is the cost of looking for drafts
+dialogue   greedy answers of the built-in model to dialogues that it was not trained on, each to its own end
+chat       the same at temperature 1
+
+A draft head is compared by `--set speculation=eagle3 --set draft_model=PATH`. The last two workloads have ROUNDS
+prompts for each stream, and a stream takes the next one as its answer ends.
 
 A run's time begins with the first token of its last sequence, so prompts do not count. Each ratio is of runs in turn.
+`on_cpu_s` and `off_cpu_s` are processor seconds of all runs, prompts included. On a shared CPU they say more than
+rates.
 `equal` is the share of tokens that are the same with drafts and without. They are the same draws, so they differ only
 where a step of another size rounds otherwise.
 """
@@ -26,22 +33,28 @@ import random
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.lib.invocation import add_engine_options, provenance
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import build
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.parts.speculation.drafting import DraftingPart
 from holdfast.lm.scheduler.part import Hooks
 from holdfast.lm.types import LanguageLoop
+from tools.tiny.dialogues import write_dialogue
+from tools.tiny.tokens import encode_dialogue
 
 OFTEN, SELDOM = 300, 301
 """Tokens of the biased workloads."""
@@ -50,31 +63,55 @@ WORKLOADS: dict[str, SamplingParams] = {
     "mostly": SamplingParams(temperature=1.0, logit_bias=((OFTEN, 100.0), (SELDOM, 98.6))),
     "own": SamplingParams(temperature=0.0),
     "random": SamplingParams(temperature=1.0),
+    "dialogue": SamplingParams(temperature=0.0),
+    "chat": SamplingParams(temperature=1.0),
 }
+DIALOGUES = ("dialogue", "chat")
+"""Workloads of dialogues, which only the built-in model has learned to answer."""
+ROUNDS = 8
+"""Number of prompts of a dialogue for each stream."""
 PROMPT = 64
 """Number of tokens of a prompt."""
 names = count()
 
 
 def prompts(workload: str, batch: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Random tokens, or a random pattern of 16 that repeats."""
+    """Random tokens, or a random pattern of 16 that repeats; or dialogues up to a turn of the assistant."""
     rng = random.Random(batch)
+    if workload in DIALOGUES:
+        tokenizer = Tokenizer.from_file(str(Checkpoint.find(BUILTIN_MODEL).directory / "tokenizer.json"))
+        found: list[tuple[int, ...]] = []
+        while len(found) < ROUNDS * batch:
+            ids, said = encode_dialogue(tokenizer, write_dialogue(rng, "heldout"))
+            turns = [at for at in range(1, len(ids)) if said[at] and not said[at - 1]]
+            found.append(tuple(ids[: rng.choice(turns)]))
+        return found
     length = 16 if workload == "own" else PROMPT
     return [tuple(rng.randrange(10, vocab_size) for _ in range(length)) * (PROMPT // length) for _ in range(batch)]
 
 
-def run(loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Tokens per second once every sequence has one, and the tokens of each."""
+def run(
+    loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingParams, streams: int
+) -> tuple[float, list[list[int]]]:
+    """Tokens per second once every stream has one, and the tokens of each answer. At most `streams` run at once."""
     gc.collect()
     answers: dict[str, list[int]] = {}
-    for index, prompt in enumerate(given):
+    waiting = deque(enumerate(given))
+
+    def add() -> None:
+        index, prompt = waiting.popleft()
         name = str(next(names))
         answers[name] = []
         loop.add(Request(name, prompt, replace(params, seed=index), arrival=time.monotonic()))
+
+    for _ in range(streams):
+        add()
     began, before = 0.0, 0
     while loop.has_work():
         for output in loop.step() or ():
             answers[output.request_id] += output.tokens
+            if output.finish_reason is not None and waiting:
+                add()
         if not began and all(answers.values()):
             began, before = time.perf_counter(), sum(map(len, answers.values()))
     seconds = time.perf_counter() - began
@@ -84,23 +121,27 @@ def run(loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingPa
 def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: int, vocab_size: int) -> dict[str, Any]:
     """Run a workload with drafts and without, in turn."""
     planner: Any = loop.planner
-    drafting = planner.part(SpeculationPart)
+    drafting = next(part for part in planner.parts if isinstance(part, DraftingPart))
     with_drafts = planner.queues.hooks
     without = Hooks([part for part in with_drafts.parts if part is not drafting])
     given = prompts(workload, batch, vocab_size)
-    params = replace(WORKLOADS[workload], max_tokens=tokens, ignore_eos=True)
+    params = replace(WORKLOADS[workload], max_tokens=tokens, ignore_eos=workload not in DIALOGUES)
     rates: dict[bool, list[float]] = {True: [], False: []}
+    work = {True: 0.0, False: 0.0}
     answers: dict[bool, list[list[int]]] = {}
     drafted, accepted = drafting.tokens_drafted, drafting.drafts_accepted
     try:
         for turn in range(2 * repeat):
             on = turn % 4 in (1, 2)
             planner.queues.hooks = with_drafts if on else without
-            rate, answers[on] = run(loop, given, params)
+            began = time.process_time()
+            rate, answers[on] = run(loop, given, params, batch)
+            work[on] += time.process_time() - began
             rates[on].append(rate)
     finally:
         planner.queues.hooks = with_drafts
-    same = [one == other for pair in zip(*answers.values(), strict=True) for one, other in zip(*pair, strict=True)]
+    pairs = list(zip(*answers.values(), strict=True))
+    same = [one == other for pair in pairs for one, other in zip_longest(*pair)]
     on_rate, off_rate = statistics.median(rates[True]), statistics.median(rates[False])
     return dict(
         workload=workload,
@@ -113,6 +154,8 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
         drafted=drafting.tokens_drafted - drafted,
         accepted=drafting.drafts_accepted - accepted,
         equal=round(statistics.fmean(same), 4),
+        on_cpu_s=round(work[True], 3),
+        off_cpu_s=round(work[False], 3),
         gap_us=round(1e6 * drafting.account(batch).gap),
         trust=round(drafting.account(batch).trust, 3),
     )
@@ -120,7 +163,8 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
+    what = f"of {', '.join(WORKLOADS)}; default: all but dialogues"
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=what)
     parser.add_argument("--batches", default="1,8,32,128", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--tokens", type=int, default=192, help="of each answer")
     parser.add_argument("--repeat", type=int, default=2)
@@ -139,9 +183,9 @@ def main() -> None:
     gc.disable()
     about = provenance() | dict(model=info.model, started_in=round(info.started_in, 2), options=dict(arguments.set))
     print("HOLDFAST " + json.dumps(about), flush=True)
-    run(loop, prompts("random", 4, info.vocab_size), replace(WORKLOADS["random"], max_tokens=32))
+    run(loop, prompts("random", 4, info.vocab_size), replace(WORKLOADS["random"], max_tokens=32), 4)
     results = []
-    for workload in arguments.workloads or WORKLOADS:
+    for workload in arguments.workloads or [name for name in WORKLOADS if name not in DIALOGUES]:
         for batch in arguments.batches:
             compare(loop, workload, batch, 24, 1, info.vocab_size)  # warm-up
             results.append(compare(loop, workload, batch, arguments.tokens, arguments.repeat, info.vocab_size))

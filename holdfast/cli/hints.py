@@ -27,7 +27,8 @@ SAME = {
     "--kv-cache-dtype": "--cache-type-k -ctk --cache-type-v -ctv",
     "--chat-template": "--chat-template-file",
     "--revision": "--hf-revision",
-    "--speculation": "--speculative-config --speculative-algorithm --spec-type",
+    "--speculation": "--speculative-algorithm --spec-type",
+    "--draft-model": "--speculative-draft-model-path --speculative-model --model-draft -md",
     "--draft-tokens": "--num-speculative-tokens --speculative-num-draft-tokens --draft-max --draft",
     "--convert": "--task --runner --is-embedding --embedding --embeddings --rerank --reranking --pooling",
     "--attention-backend": "--flash-attn -fa",
@@ -53,6 +54,7 @@ OTHERWISE = {
     "--enable-auto-tool-choice --jinja": "tools need no switch; --tool-call-parser names a format if none is found",
     "--enable-chunked-prefill": "it is always on; --token-budget bounds a step",
     "--n-gpu-layers -ngl --gpu-layers": "a model is on one device as a whole: --device cuda, or --device cpu",
+    "--speculative-config": "--speculation names the method, --draft-model a draft head, --draft-tokens their number",
     "--tokenizer --tokenizer-path": "the tokenizer is that of the model's directory",
 }
 """Options of other programs that have no option here, each with what to do."""

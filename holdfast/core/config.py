@@ -18,6 +18,8 @@ from holdfast.core.units import bytes_of_gb, seconds_of_ms
 DEFAULT_SEQUENCES = 256
 """Number of sequences that run at once unless the config gives it."""
 BUILTIN_MODEL = "holdfast-tiny"
+BUILTIN_HEAD = "holdfast-tiny-eagle3"
+"""The draft head of the built-in model."""
 
 SchedulerName = Literal[
     "stall-free",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import BUILTIN_MODEL
+from holdfast.core.config import BUILTIN_HEAD, BUILTIN_MODEL
 from holdfast.engine import hub
 from holdfast.engine.gguf import described
 from holdfast.files.cache import cache_directory
@@ -80,8 +80,8 @@ class Checkpoint:
         `revision`, `weights` and `code` are those of `hub.snapshot`. Raises ValueError, in one line, with the directory
         that it looked for, or with the reason why the hub's model is unavailable.
         """
-        if model == BUILTIN_MODEL:
-            directory = Path(__file__).resolve().parent.parent / "builtin" / BUILTIN_MODEL
+        if model in (BUILTIN_MODEL, BUILTIN_HEAD):
+            directory = Path(__file__).resolve().parent.parent / "builtin" / model
         else:
             directory = Path(model).expanduser().resolve()
         if not directory.exists() and hub.is_id(model):
@@ -139,6 +139,8 @@ def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfi
     """
     adapters = tuple(f"{name}={Path(path).expanduser().resolve()}" for name, path in config.adapters)
     config = replace(config, adapter=adapters, served_model_name=config.served_model_name or (checkpoint.name,))
+    if config.draft_model and (head := Path(config.draft_model).expanduser()).exists():
+        config = replace(config, draft_model=str(head.resolve()))
     if config.model == BUILTIN_MODEL:
         return config
     if not Path(config.model).expanduser().exists():

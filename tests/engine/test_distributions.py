@@ -25,12 +25,14 @@ from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.models.loader import decoder_spec
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.types import SchedulerStats
 from tests import adapters
 from tests.checkpoints import SIZES, make
 from tests.distributions import Allowed, Draws, faults
 from tests.engine.conftest import SMALL
+from tests.heads import write_head
 from tests.tokenizers_made import byte_level
 
 DRAWS, DRAWS_OF_OTHERS = (int(os.environ.get("HOLDFAST_DRAWS", default)) for default in ("400", "200"))
@@ -108,10 +110,12 @@ WHOLE = [*CASES, MIN_TOKENS, *GRAMMARS]
 BLOCK = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * SIZES["head_dim"] * 16 * 4
 """Bytes of a block of 16 positions."""
 DRAFTS = {"speculation": "suffix", "max_adapters": 2, "max_sequences": 8, "token_budget": 64}
+HEAD = DRAFTS | {"speculation": "eagle3", "draft_model": "head"}
 ENGINES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "paged": ({"max_adapters": 2}, [*WHOLE, *ADAPTED]),
     "padded": ({"executor": "padded"}, PADDED),
     "drafts": (DRAFTS, FEW_TOKENS),
+    "draft head": (HEAD, FEW_TOKENS),
     "tp 2": ({"tp": 2}, WHOLE),
     "pp 2": ({"pp": 2}, WHOLE),
     "small chunks": ({"token_budget": 16, "max_adapters": 2}, []),
@@ -120,6 +124,7 @@ ENGINES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "paged on a GPU": ({"device": "cuda", "max_adapters": 2}, [*WHOLE, *ADAPTED]),
     "padded on a GPU": ({"device": "cuda", "executor": "padded"}, PADDED),
     "drafts on a GPU": ({"device": "cuda"} | DRAFTS, FEW_TOKENS),
+    "draft head on a GPU": ({"device": "cuda"} | HEAD, FEW_TOKENS),
 }
 
 
@@ -160,6 +165,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         weights = adapters.drawn(spec, 4, seed=seed)
         adapters.write(directory.parent / name, weights)
         modules[name] = adapters.merged(module, weights).double()
+    target = load(directory, device="cpu")
+    assert isinstance(target, Decoder)
+    write_head(directory.parent / "head", target, (70, 71))
     spelled = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
     return Model(directory, modules, repetitive(modules[""]), spelled)
 
@@ -199,6 +207,8 @@ def options_of(model: Model, given: dict[str, Any]) -> dict[str, Any]:
     options = SMALL | {"max_sequences": 64, "token_budget": 512, "max_waiting": 2048} | given
     if options.get("max_adapters"):
         options["adapter"] = tuple(f"{name}={model.directory.parent / name}" for name in ("one", "two"))
+    if options.get("draft_model"):
+        options["draft_model"] = str(model.directory.parent / options["draft_model"])
     return options
 
 
@@ -346,9 +356,11 @@ def test_a_seed_gives_the_same_tokens_wherever_they_are_drawn(
     ("engine", "count"),
     [
         ("drafts", "drafts_accepted"),
+        ("draft head", "drafts_accepted"),
         ("preempted", "preemptions"),
         ("swapped", "preemptions"),
         pytest.param("drafts on a GPU", "drafts_accepted", marks=pytest.mark.gpu),
+        pytest.param("draft head on a GPU", "drafts_accepted", marks=pytest.mark.gpu),
     ],
 )
 def test_each_engine_runs_in_the_way_that_its_name_says(

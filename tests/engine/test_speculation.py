@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from holdfast import LLM, SamplingParams
+from holdfast.core.config import BUILTIN_HEAD, BUILTIN_MODEL
 from holdfast.core.types import Grammar, Request
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
+from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import load
 from tests.engine.conftest import SMALL
+from tests.heads import write_head
 
 FEW = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
 PROMPTS = [f"{number} hello world " * (number % 3 + 1) for number in range(1, 9)]
@@ -131,3 +141,85 @@ def test_drafts_are_verified_together_with_grammars_and_embeddings(checkpoint: P
         assert np.frombuffer(drafted[name], np.float32) == pytest.approx(
             np.frombuffer(vectors[name], np.float32), abs=1e-4
         )
+
+
+@pytest.fixture(scope="module")
+def head(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that guesses two of the three tokens that FEW favours."""
+    target = load(checkpoint, device="cpu")
+    assert isinstance(target, Decoder)
+    return write_head(tmp_path_factory.mktemp("head"), target, (70, 71))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_adapters": 2}, {"host_cache_gb": 0.01}])
+def test_a_draft_head_gives_the_same_answers_next_to_grammars_and_embeddings(
+    checkpoint: Path, head: Path, options: dict[str, Any]
+) -> None:
+    answers = []
+    for draft_model in ("", str(head)):
+        loop, info = build(EngineConfig(model=str(checkpoint), **SMALL | options, draft_model=draft_model))
+        choose = random.Random(0)
+        shared = tuple([choose.randrange(info.vocab_size) for _ in range(70)])
+        spelled = Grammar("lark", 'start: /[a-c]/ " and the rest of this text is forced " /[a-z]{9}/')
+        asked = [replace(FEW, seed=number) for number in range(4)]
+        asked += [
+            replace(FEW, logit_bias=(), seed=9, grammar=spelled, ignore_eos=False),
+            replace(FEW, temperature=0.0),
+            SamplingParams(temperature=0.0, max_tokens=1, embed=True),
+        ]
+        given: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
+        for number, params in enumerate(asked):
+            loop.add(Request(str(number), (*shared[: 10 * number], number), params))
+        while loop.has_work():
+            for output in loop.step() or ():
+                given[output.request_id] += output.tokens
+        assert (loop.stats().drafts_accepted > 20) == bool(draft_model)
+        answers.append(given)
+        loop.close()
+    assert answers[0] == answers[1]
+
+
+def test_a_draft_head_of_another_model_is_refused_at_the_start(checkpoint: Path, head: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    shutil.copytree(head, wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"target_hidden_size": 77}))
+    for path, message in (
+        (wrong, "draft_model is made for another model: its target_hidden_size is 77, and that of the model is 64"),
+        (tmp_path / "none", "draft_model '.*none': .* does not exist"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            build(EngineConfig(model=str(checkpoint), **SMALL, draft_model=str(path)))
+        assert "padded" not in str(error.value)  # the model itself is fine
+
+
+def test_a_draft_head_is_refused_for_a_model_that_runs_on_padded_rows() -> None:
+    config = EngineConfig(draft_model="h")
+    site: Any = SimpleNamespace(config=config, device=object(), checkpoint=SimpleNamespace(name="t5"))
+    with pytest.raises(ValueError, match="draft_model is h, and t5 runs on padded rows, which verify no drafts"):
+        SpeculationBuilder(site).allocated(None)  # type: ignore[arg-type]
+
+
+def test_a_fifth_of_the_guesses_of_the_built_in_models_head_are_right() -> None:
+    answers = []
+    for draft_model in ("", BUILTIN_HEAD):
+        options = SMALL | {"model": BUILTIN_MODEL, "draft_model": draft_model, "draft_tokens": 3}
+        loop, _ = build(EngineConfig(**options))
+        tokenizer = Tokenizer.from_file(str(Checkpoint.find(BUILTIN_MODEL).directory / "tokenizer.json"))
+        params, given = SamplingParams(temperature=0.0, max_tokens=60), dict[str, list[int]]()
+        for asked in (
+            "Tell me a story.",
+            "My name is Ada and I live in Rome. Where do I live?",
+            "Write a poem, please.",
+        ):
+            prompt = tokenizer.encode(f"<|user|> {asked}<|end|><|assistant|>", add_special_tokens=False).ids
+            given[asked] = []
+            loop.add(Request(asked, tuple(prompt), params))
+        while loop.has_work():
+            for output in loop.step() or ():
+                given[output.request_id] += output.tokens
+        stats = loop.stats()
+        answers.append(given)
+        loop.close()
+    assert answers[0] == answers[1]
+    assert stats.tokens_drafted > 60 and stats.drafts_accepted > 0.2 * stats.tokens_drafted

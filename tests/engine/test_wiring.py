@@ -49,13 +49,13 @@ OTHERS = {
     "attention_backend", "trace", "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
     "adapter", "max_adapters", "max_adapter_rank", "adapter_host_gb", "dora", "tuning", "deferral_bound",
     "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror", "tp", "pp", "speculation",
-    "tuning_share", "memory_reserved",
+    "tuning_share", "memory_reserved", "draft_model",
     "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
     "chunk_host", "swap_in_groups", "disk_cache_dir", "disk_cache_gb", "remote_cache",
     "snapshot_share", "contracts", "contract_confidence", "contract_share", "swap_in_ahead",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
-test_tiers, test_moving, test_states, test_planner of pauses or the test of embeddings."""
+test_tiers, test_moving, test_states, test_speculation, test_planner of pauses or the test of embeddings."""
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from holdfast.lm.execution.batch import PackedStep, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.execution.part import (
     EVERY_TOKEN,
+    DrawnWork,
     DrawRules,
     Found,
     HiddenWork,
@@ -30,7 +31,7 @@ from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
-from holdfast.lm.models.base import HiddenModel, LayerCaches, Model, StepInput
+from holdfast.lm.models.base import HiddenModel, LayerCaches, Model, StepInput, StreamTaps
 from holdfast.lm.types import PartResult, StepPlan, StepResult, TableWrite
 from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.penalties import PenaltyPlan
@@ -47,6 +48,8 @@ class Work(NamedTuple):
     """Functions that compute results from hidden states. Empty for a step that needs logits only."""
     rules: DrawRules
     """Rules for the tokens that the step's rows may draw."""
+    drawn: Sequence[DrawnWork] = ()
+    """Functions that compute results once the tokens are drawn."""
 
     def masks(self) -> torch.Tensor | None:
         """Masks [M, W] int32, on the device, of rows that may draw only some tokens; None if there is no such row."""
@@ -61,7 +64,7 @@ class Outcome:
     wishes: Wishes | None = None
     """Results and rules that the sampled rows ask for besides a token; None if no row asks for any."""
     found: Sequence[Found] = ()
-    """Results that parts computed from hidden states."""
+    """Results that parts computed from hidden states, or from the drawn tokens."""
 
     def on_host(self) -> Outcome:
         """A copy in the host's memory, complete once the work on the current stream is done."""
@@ -176,13 +179,15 @@ class PagedExecutor:
         *,
         group: Group | None = None,
         stage: StageEnd | None = None,
+        taps: StreamTaps | None = None,
     ) -> None:
         """`parts` do their work in this order.
 
         `group` is the devices that share the model's layers, if there are several. `stage` links this device to the
         other stages, if it is in a pipeline. Tokens are sampled only on the last stage; results of other stages have
-        none.
+        none. `taps` are the layers whose inputs a part reads in the steps in which it asks for the drawn tokens.
         """
+        self._taps = taps
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
         self._draws = stage is None or stage.last
         self._sampler = Sampler(group, model.spec.vocab_size, alone=bool(model.spec.arithmetic))
@@ -284,7 +289,11 @@ class PagedExecutor:
             if not self._hooks.rules:
                 raise ValueError(f"step {plan.step} has a row with a grammar, and no part of this executor has rules")
             rules = self._hooks.rules[0].rules(staged)
-        return Work(staged, hidden, rules)
+        drawn: list[DrawnWork] = []
+        if self._draws:
+            for part in self._hooks.follow:
+                drawn += part.follow(staged)
+        return Work(staged, hidden, rules, drawn)
 
     def _begin(self, plan: StepPlan) -> LayerCaches:
         """Begin a plan and return the caches to compute it on. Raises ValueError for a part that nothing reads."""
@@ -401,6 +410,9 @@ class PagedExecutor:
             drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last, masks=masks)
             outcome, given = Outcome(drawn, staged.wishes, found), drawn.tokens
             self.memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
+            if work.drawn:
+                followed = [each(packed, given) for each in work.drawn]
+                outcome = replace(outcome, found=(*found, *followed))
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
         return outcome
@@ -436,6 +448,7 @@ class PagedExecutor:
             batch.more(staged, staged.num_sampled if some else None),
             None if incoming is None else incoming[: staged.num_tokens],
             self.memory.states.step(staged.segments),
+            self._taps if work.drawn else None,
         )
         return packed, self._hidden_model.hidden(step) if work.hidden else self._model.forward(step)
 

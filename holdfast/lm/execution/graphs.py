@@ -17,7 +17,7 @@ from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.lora.protocol import StepAdapters
-from holdfast.lm.models.base import NO_STATES, CapturableModel, RecurrentStep, StateMemory, StepInput
+from holdfast.lm.models.base import NO_STATES, CapturableModel, RecurrentStep, StateMemory, StepInput, StreamTaps
 
 KINDS = (1, 4, 16, 32, 64)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
@@ -161,6 +161,7 @@ class StepGraphs:
         group: Group | None = None,
         incoming: torch.Tensor | None = None,
         states: StateMemory = NO_STATES,
+        taps: StreamTaps | None = None,
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
@@ -170,8 +171,9 @@ class StepGraphs:
         `group` is the devices that share the model's layers, if there are several. All capture the same sizes, and none
         waits for another while it does. `incoming` is the buffer [max tokens, width] that holds the previous stage's
         stream when a step starts; None on the first stage. The step overwrites it. `states` are those of the model's
-        recurrent layers.
+        recurrent layers. `taps` are kept in every step, because copying them takes less than graphs of its own.
         """
+        self._taps = taps
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self._plain, self._group, self._states = plain, group, states
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
@@ -363,6 +365,7 @@ class StepGraphs:
             more,
             stream,
             metadata.recurrent,
+            self._taps,
         )
 
 

@@ -41,7 +41,7 @@ from holdfast.lm.kernels.recurrent.backends import recurrence_for
 from holdfast.lm.kernels.recurrent.protocol import CapturableRecurrence
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
-from holdfast.lm.models.base import CapturableModel, HiddenModel, Model, StateMemory
+from holdfast.lm.models.base import CapturableModel, HiddenModel, Model, StateMemory, StreamTaps
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.types import (
     BUDGET_TILE,
@@ -126,6 +126,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.parts = tuple(parts)
         """Parts that do the work of steps besides their segments, in order."""
+        self._taps = self._taps_of(self.parts)
         self._allocated: tuple[PagedMemory, PagedExecutor] | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
@@ -464,7 +465,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 executor.close()
 
     def _executor(self, memory: PagedMemory, parts: Collection[PartExecutor] = ()) -> PagedExecutor:
-        return PagedExecutor(self.model, self.attention, memory, parts, group=self.group, stage=self._stage)
+        more: dict[str, Any] = {"group": self.group, "stage": self._stage, "taps": self._taps}
+        return PagedExecutor(self.model, self.attention, memory, parts, **more)
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes, states: StateMemory) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)
@@ -504,6 +506,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             raise ValueError(f"{len(more)} parts have inputs of the model, and a batch has room for those of one")
         return more[0] if more else TOKENS_ONLY
 
+    def _taps_of(self, parts: Collection[DevicePart]) -> StreamTaps | None:
+        """The layers whose inputs a part reads; None if no part reads any. Raises ValueError if several parts do."""
+        found = [taps for part in parts if (taps := part.taps(self.max_step_tokens)) is not None]
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} parts read the inputs of layers, and a step keeps those of one")
+        return found[0] if found else None
+
     def _compile_copies(self) -> None:
         """Copy one block each way, which compiles the kernel."""
         device, number = self._cache(1, self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -539,7 +548,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if not isinstance(attention, CapturableAttention):
             return ()
         incoming = None if self._stage is None else self._stage.incoming
-        shared: dict[str, Any] = {"group": self.group, "incoming": incoming, "states": states}
+        shared: dict[str, Any] = {"group": self.group, "incoming": incoming, "states": states, "taps": self._taps}
         graphs = StepGraphs(model, attention, batch, layers, sizes, **shared)
         if not batch.inputs.sizes:
             return (graphs,)

@@ -11,9 +11,10 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from holdfast.lm.copy_streams import CopyStream
-from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs, StagedStep
+from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs, PackedStep, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.execution.stage_link import StageLink
+from holdfast.lm.models.base import StreamTaps
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
 from holdfast.lm.types.news import PartNews
 
@@ -44,6 +45,13 @@ HiddenWork = Callable[[torch.Tensor, torch.Tensor], Found]
 """Function that computes a result from the hidden states of a step's tokens [T, hidden] and sampled rows [R, hidden].
 
 It does not wait for the device.
+"""
+
+
+DrawnWork = Callable[[PackedStep, torch.Tensor], Found]
+"""Function that computes a result from a step's inputs and the tokens [R] int64 that its rows drew.
+
+It does not wait for the device. The inputs of the tapped layers are in `StreamTaps.into` (`DevicePart.taps`).
 """
 
 
@@ -115,6 +123,14 @@ class PartExecutor:
         """Functions that compute the part's results from the hidden states of a step."""
         return ()
 
+    def follow(self, staged: StagedStep) -> Sequence[DrawnWork]:
+        """Functions that compute the part's results once a step's tokens are drawn.
+
+        The step keeps the inputs of the part's tapped layers if there are any such functions. Called when the step is
+        submitted, in plan order; not called on a device that draws no tokens.
+        """
+        return ()
+
     def rules(self, staged: StagedStep) -> DrawRules:
         """The rules for the rows in `staged.masked` of a step, which has at least one such row.
 
@@ -147,13 +163,14 @@ Kind = TypeVar("Kind")
 class PartHooks:
     """The parts of an executor in order. For each hook, it lists the parts that override it; only these are called."""
 
-    __slots__ = ("_reads", "after", "before", "close", "completed", "hidden", "idle", "parts", "rules")
+    __slots__ = ("_reads", "after", "before", "close", "completed", "follow", "hidden", "idle", "parts", "rules")
 
     def __init__(self, parts: Iterable[PartExecutor], plans: Iterable[type[PartPlan]] = ()) -> None:
         """`plans` are plans that the executor itself reads. Raises ValueError for two parts with draw rules."""
         self.parts = tuple(parts)
         self.before = self._overriding("before")
         self.hidden = self._overriding("hidden")
+        self.follow = self._overriding("follow")
         self.rules = self._overriding("rules")
         self.after = self._overriding("after")
         self.completed = self._overriding("completed")
@@ -222,6 +239,13 @@ class DevicePart(ABC):
     def inputs(self, max_tokens: int, samples: int) -> ModelInputs:
         """The part's inputs of the model, in a batch of this size. At most one part of a device has any."""
         return TOKENS_ONLY
+
+    def taps(self, max_tokens: int) -> StreamTaps | None:
+        """The layers whose inputs the part reads, with memory for steps of this size; None: it reads none.
+
+        At most one part of a device has any. Called once.
+        """
+        return None
 
     def widest(self, rows: int) -> Sequence[PartPlan]:
         """The part's plans in the steps that take the most memory, each of `rows` segments."""

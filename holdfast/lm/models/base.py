@@ -256,6 +256,20 @@ class StateMemory:
 NO_STATES = StateMemory()
 
 
+class StreamTaps(NamedTuple):
+    """Layers of which a step keeps the inputs, and the memory for them."""
+
+    layers: tuple[int, ...]
+    """Indices of the layers, ascending."""
+    into: torch.Tensor  # [max tokens, len(layers), hidden]
+    """Gets the residual stream of each token of a step, as it enters these layers."""
+
+    def keep(self, layer: int, stream: torch.Tensor) -> None:
+        """Keep the stream [T, hidden] as it enters a layer, if this layer is one of `layers`."""
+        if layer in self.layers:
+            self.into[: len(stream), self.layers.index(layer)].copy_(stream)
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One packed batch of T tokens on the device, with the cache it reads and writes."""
@@ -271,6 +285,7 @@ class StepInput:
     adapters: StepAdapters | None = None  # None: no token has an adapter
     stream: torch.Tensor | None = None  # [T, hidden] from the previous stage; may be overwritten; None: first stage
     recurrent: RecurrentStep | None = None  # None: the model has no recurrent layers
+    taps: StreamTaps | None = None  # None: no layer's input is kept
 
     def attend(
         self,

@@ -281,6 +281,8 @@ class Decoder:
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
         for index, mixer in enumerate(self._mixers):
+            if step.taps is not None:
+                step.taps.keep(index, stream)
             attended = mixer.mix(ops, normed, step, rotations)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)

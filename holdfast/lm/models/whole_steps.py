@@ -178,6 +178,8 @@ class DecoderSteps:
             caches=[step.caches[layer] for layer in range(self._layers)],
             longest=int(metadata.stop.max()),
             sample_at=step.sample_at,
+            taps=None if step.taps is None else step.taps.into[: len(step.ids)],
+            tap_layers=() if step.taps is None else step.taps.layers,
         )
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import StepInput
+from holdfast.lm.models.base import StepInput, StreamTaps
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.loader import load
@@ -109,6 +110,38 @@ def test_a_model_in_bfloat16_has_whole_steps_near_those_of_pytorch(with_library:
         wanted, found = (model.forward(step_of(model, *SPANS, backend=name)) for name in ("torch", "auto"))
     assert found.dtype == torch.bfloat16
     assert (found.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(("family", "dtype"), [("Llama", "float32"), ("Llama", "bfloat16"), ("Gemma3Text", "float32")])
+def test_tapped_layers_give_the_hidden_states_of_transformers(
+    with_library: None, tmp_path: Path, family: str, dtype: str, backend: str
+) -> None:
+    model = loaded(tmp_path, family, dtype=dtype)
+    layers = 0, model.spec.num_layers - 1
+    taps = StreamTaps(layers, torch.full((9, 2, model.decoder.hidden_size), 7.0, dtype=model.spec.dtype))
+    step = step_of(model, (0, 0, 7), backend=backend, taps=taps)
+    with torch.inference_mode():
+        model.forward(step)
+        module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        states = module(step.ids[None], output_hidden_states=True).hidden_states
+    assert (taps.into[7:] == 7.0).all()
+    for number, layer in enumerate(layers):
+        near = 1e-4 if dtype == "float32" else 0.02
+        found = taps.into[:7, number].float()
+        assert (found - states[layer][0]).norm() < near * states[layer][0].norm(), f"layer {layer}"
+
+
+def test_taps_of_another_size_and_of_missing_layers_are_refused(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama")
+    hidden, count = model.decoder.hidden_size, model.spec.num_layers
+    for layers, width, message in (
+        ((0, 1), hidden + 1, "taps are"),
+        ((0, count), hidden, f"layers .* are tapped, and there are {count}"),
+    ):
+        step = step_of(model, *SPANS, taps=StreamTaps(layers, torch.zeros(9, 2, width)))
+        with pytest.raises(ValueError, match=message):
+            model.forward(step)
 
 
 def test_steps_of_other_kinds_are_left_to_pytorch(with_library: None, tmp_path: Path) -> None:

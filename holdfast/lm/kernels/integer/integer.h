@@ -98,9 +98,12 @@ struct step {
     void *const *caches;       /* keys and values of each layer, [blocks, block_size, kv_heads, dim] */
     void *logits;              /* [samples, outputs of the head]; NULL: only `normed` is computed */
     float *normed;             /* [samples, hidden]: the final norm's output, which the head reads; or NULL */
+    void *taps;                /* [rows, tap_count, hidden]: the stream as it enters some layers; NULL: not wanted */
+    const int64_t *tap_layers; /* [tap_count]: these layers, ascending */
     void *scratch;             /* holdfast_step_bytes of bytes, at a multiple of 64 */
     int64_t rows, samples, blocks, block_size, table_count, table_width;
     int64_t longest;           /* one more than the largest position */
+    int64_t tap_count;
 };
 
 struct step_kernels {

@@ -170,8 +170,27 @@ static void gated_product(struct member *m, const struct matrix *weight)
     }
 }
 
-/* Add what a projection gave to the stream, normed by `out_norm` if there is one, and norm the stream for the next. */
-static void add_and_norm(struct member *m, bool add, const float *out_norm, const float *norm)
+/* The number of the tap before a layer; -1: there is none. */
+static int64_t tap_of(const struct step *s, int64_t layer)
+{
+    for (int64_t tap = 0; s->taps && tap < s->tap_count; tap++)
+        if (s->tap_layers[tap] == layer)
+            return tap;
+    return -1;
+}
+
+static void copy_tap(const struct team *t, int64_t row, int64_t tap, const float *stream)
+{
+    const int64_t hidden = t->d->hidden, at = (row * t->s->tap_count + tap) * hidden;
+    if (t->d->half)
+        t->kernels->step.narrow(stream, hidden, (uint16_t *)t->s->taps + at);
+    else
+        memcpy((float *)t->s->taps + at, stream, (size_t)hidden * sizeof *stream);
+}
+
+/* Add what a projection gave to the stream, normed by `out_norm` if there is one, and norm the stream for the next.
+The stream is copied to the tap of this number, if it is one. */
+static void add_and_norm(struct member *m, bool add, const float *out_norm, const float *norm, int64_t tap)
 {
     const struct team *t = m->team;
     const struct decoder *d = t->d;
@@ -182,6 +201,8 @@ static void add_and_norm(struct member *m, bool add, const float *out_norm, cons
             t->kernels->step.norm(added, out_norm, hidden, d->eps, added);
         for (int64_t i = 0; add && i < hidden; i++)
             stream[i] += added[i];
+        if (tap >= 0)
+            copy_tap(t, row, tap, stream);
         if (norm)
             t->kernels->step.norm(stream, norm, hidden, d->eps, t->at.x + row * stride);
         else
@@ -301,12 +322,13 @@ static void work(void *data)
     begin(&m);
     for (int64_t i = 0; i < d->count; i++) {
         const struct layer *layer = d->layers + i;
-        add_and_norm(&m, i > 0, i ? layer[-1].mlp_out_norm : NULL, layer->input_norm);
+        add_and_norm(&m, i > 0, i ? layer[-1].mlp_out_norm : NULL, layer->input_norm,
+                     tap_of(t->s, i));
         product(&m, &layer->qkv, t->at.x, hidden, t->at.qkv, stride_of(widest(d)));
         rotate(&m, i);
         attend(&m, i);
         product(&m, &layer->o, t->at.attended, stride_of(d->heads * d->dim), t->at.added, hidden);
-        add_and_norm(&m, true, layer->attention_out_norm, layer->post_norm);
+        add_and_norm(&m, true, layer->attention_out_norm, layer->post_norm, -1);
         gated_product(&m, &layer->gate_up);
         product(&m, &layer->down, t->at.inner, stride_of(d->inner), t->at.added, hidden);
     }

@@ -68,10 +68,12 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("stream", "positions", "slots", "table_rows", "tables", "sample_at")),
-        *((name, ctypes.c_void_p) for name in ("caches", "logits", "normed", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("caches", "logits", "normed", "taps", "tap_layers", "scratch")),
         *(
             (name, ctypes.c_int64)
-            for name in ("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest")
+            for name in (
+                *("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest", "tap_count"),
+            )
         ),
     )
 
@@ -132,6 +134,8 @@ class StepTokens:
     longest: int
     """One more than the largest position."""
     sample_at: torch.Tensor | None = None  # [R] int64: the tokens whose logits are wanted; None: all
+    taps: torch.Tensor | None = None  # [T, len(tap_layers), hidden]: gets the stream as it enters these layers
+    tap_layers: Sequence[int] = ()
 
 
 class WholeSteps:
@@ -243,6 +247,12 @@ class WholeSteps:
         if tokens.sample_at is not None:
             at = tokens.sample_at.data_ptr()
             self._check("sampled tokens", tokens.sample_at, torch.int64, (samples,))
+        taps, tap_layers = None, np.array(tokens.tap_layers, np.int64)
+        if tokens.taps is not None:
+            self._check("taps", tokens.taps, self._dtype, (rows, len(tap_layers), self._hidden))
+            if not all(0 <= layer < self._decoder.count for layer in tokens.tap_layers):
+                raise ValueError(f"layers {[*tokens.tap_layers]} are tapped, and there are {self._decoder.count}")
+            taps = tokens.taps.data_ptr()
         caches = (ctypes.c_void_p * (2 * len(tokens.caches)))(
             *(each.data_ptr() for layer in tokens.caches for each in layer)
         )
@@ -250,8 +260,9 @@ class WholeSteps:
         results = (None if each is None else each.data_ptr() for each in (logits, normed))
         step = _Step(
             *(each.data_ptr() for each in inputs),
-            *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results, None),
-            *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest),
+            *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results),
+            *(taps, tap_layers.ctypes.data, None),
+            *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest, len(tap_layers)),
         )
         self._run(self._library.step, step)
 

@@ -6,6 +6,7 @@ from math import inf
 
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.drafts import Drafter, NgramDrafter, SuffixDrafter
+from holdfast.lm.parts.speculation.head_planner import HeadPart
 from holdfast.lm.parts.speculation.options import SpeculationOptions
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.types import EngineShape
@@ -22,8 +23,19 @@ def make_parts(planning: Planning, drafter: Drafter | None) -> tuple[Speculation
     return (SpeculationPart(drafter, planning.cost, most=most, rows=rows, target=target, stages=stages),)
 
 
+def make_head_parts(planning: Planning, pass_share: float) -> tuple[HeadPart, ...]:
+    """The part of a scheduler whose decodes verify the guesses of a draft head on the device.
+
+    `pass_share` is that of `HeadPart`.
+    """
+    options = planning.config.part(SpeculationOptions)
+    target = inf if options.tbt_seconds is None else options.tbt_seconds
+    most, rows = options.draft_tokens, options.max_samples
+    return (HeadPart(planning.priced, most=most, rows=rows, pass_share=pass_share, target=target),)
+
+
 def make_drafter(config: SpeculationOptions, shape: EngineShape, kind: str) -> Drafter | None:
-    """The drafter on a device of a `kind` ("cuda", "cpu"); None if no drafts are verified.
+    """The drafter on a device of a `kind` ("cuda", "cpu"); None if no drafts are verified, or a head makes them.
 
     Padded rows verify none, and neither do recurrent layers without places for the inputs of drafts.
     """

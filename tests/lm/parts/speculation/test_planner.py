@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request
+from holdfast.lm.parts.speculation.drafting import GAP, MARGIN, PATIENCE, Account
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher, NgramDrafter, SuffixDrafter
-from holdfast.lm.parts.speculation.planner import GAP, MARGIN, PATIENCE, Account, Row, SpeculationPart
+from holdfast.lm.parts.speculation.planner import Row, SpeculationPart
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan, StepResult

@@ -132,11 +132,12 @@ static int64_t next_piece(struct member *m, int64_t count)
     return -1;
 }
 
-/* Number of outputs of a piece of work. Wide pieces let memory give long runs, and every thread gets one at least. */
+/* Number of outputs of a piece of work. Wide pieces let memory give long runs, and every thread gets one at least. The
+sums of several rows stay in a core's caches in half as wide a piece. */
 static int64_t columns_of(const struct team *t, int64_t outputs)
 {
     int64_t columns = (outputs + t->threads - 1) / t->threads;
-    while (columns >= MOST_COLUMNS)
+    while (columns > (t->s->rows > 1 ? MOST_COLUMNS / 2 : MOST_COLUMNS))
         columns = (columns + 1) / 2;
     columns = (columns + PAD - 1) / PAD * PAD;
     return columns < LEAST_COLUMNS ? LEAST_COLUMNS : columns;

@@ -21,7 +21,9 @@ from holdfast.lm.kernels.integer.step import (
     StepTokens,
     WholeSteps,
 )
+from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
 from holdfast.lm.kernels.linear.layers import LayerShape
+from holdfast.lm.kernels.stacked import Rows, StackedWeight
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
@@ -54,8 +56,8 @@ def whole_steps_of(
     `windows` are those of its layers, and `shapes` those of its kinds of layers, by their rotation.
     """
     library, dtype = step_library(shapes[0].inverse_frequencies.device), shapes[0].dtype
-    dense = isinstance(head.weight, torch.Tensor) and all(map(is_dense, layers))
-    if library is None or dtype not in DTYPES or not dense or not is_plain(spec):
+    known = is_known(head.weight) and all(map(has_known_weights, layers))
+    if library is None or dtype not in DTYPES or not known or not is_plain(spec):
         return None
     return DecoderSteps(library, spec, layers, head, windows, shapes)
 
@@ -72,9 +74,19 @@ def is_plain(spec: DecoderSpec) -> bool:
     return sizes and all(each is None for each in others) and not any(options)
 
 
-def is_dense(layer: LayerWeights) -> bool:
-    """Whether all weights of a layer are plain numbers."""
-    return layer.end_norm is None and all(isinstance(getattr(layer, name), torch.Tensor) for name in LINEAR)
+def has_known_weights(layer: LayerWeights) -> bool:
+    """Whether the library reads all weights of a layer."""
+    # Both halves of a packed gate_up are whole tiles.
+    inner = layer.down.shape[1]
+    tiled = isinstance(layer.gate_up, torch.Tensor) or inner % TILE == 0
+    return layer.end_norm is None and tiled and all(is_known(getattr(layer, name)) for name in LINEAR)
+
+
+def is_known(weight: Rows | torch.Tensor) -> bool:
+    """Whether the library reads a weight: plain numbers, integers, or rows of both from whole tiles on."""
+    if isinstance(weight, StackedWeight):
+        return all(map(is_known, weight.parts)) and not any(part.shape[0] % TILE for part in weight.parts[:-1])
+    return isinstance(weight, torch.Tensor | IntegerWeight)
 
 
 class DecoderSteps:
@@ -90,8 +102,8 @@ class DecoderSteps:
         shapes: Sequence[LayerShape],
     ) -> None:
         """The arguments are those of `whole_steps_of`. Raises ValueError for weights that the library does not take."""
-        assert isinstance(head.weight, torch.Tensor)
-        self._dtype, self._layers = head.weight.dtype, len(layers)
+        assert isinstance(head.weight, torch.Tensor | IntegerWeight | StackedWeight)
+        self._dtype, self._layers = shapes[0].dtype, len(layers)
         sizes = StepSizes(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
@@ -109,6 +121,7 @@ class DecoderSteps:
             [_layer(layer, window, int(other)) for layer, window, other in others],
             head=head.weight,
             head_bias=head.bias,
+            dtype=self._dtype,
             final_norm=head.norm,
             rotations=[(each.inverse_frequencies, each.amplitudes) for each in shapes],
         )

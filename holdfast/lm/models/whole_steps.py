@@ -23,7 +23,7 @@ from holdfast.lm.kernels.integer.step import (
 )
 from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
 from holdfast.lm.kernels.linear.layers import LayerShape
-from holdfast.lm.kernels.stacked import Rows, StackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
@@ -82,10 +82,11 @@ def has_known_weights(layer: LayerWeights) -> bool:
     return layer.end_norm is None and tiled and all(is_known(getattr(layer, name)) for name in LINEAR)
 
 
-def is_known(weight: Rows | torch.Tensor) -> bool:
-    """Whether the library reads a weight: plain numbers, integers, or rows of both from whole tiles on."""
+def is_known(weight: Weight) -> bool:
+    """Whether the library reads a weight: plain numbers, integers, or rows of several integers from whole tiles on."""
     if isinstance(weight, StackedWeight):
-        return all(map(is_known, weight.parts)) and not any(part.shape[0] % TILE for part in weight.parts[:-1])
+        integers = all(isinstance(part, IntegerWeight) for part in weight.parts)
+        return integers and not any(part.shape[0] % TILE for part in weight.parts[:-1])
     return isinstance(weight, torch.Tensor | IntegerWeight)
 
 

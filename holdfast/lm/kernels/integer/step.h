@@ -292,6 +292,18 @@ static inline int64_t first_seen(const struct layer *layer, int64_t position)
     return first < 0 ? 0 : first;
 }
 
+/* Ask for a KV head of the positions from `at` to the end of its block. Processors do not guess where a block is. */
+INLINED void ask_for_block(const void *cache, const struct step *s, const int32_t *table, int64_t at, int64_t position,
+                           int64_t token, int64_t offset, int64_t dim, bool half)
+{
+    if (at > position || table[at / s->block_size] < 0)
+        return;
+    const int64_t size = s->block_size, end = (at / size + 1) * size, stop = end <= position ? end : position + 1;
+    for (int64_t place = (table[at / size] * size + at % size) * token + offset; at < stop; at++, place += token)
+        for (int64_t i = 0; i < dim; i += LINE / (half ? 2 : 4))
+            ask_for(cache, place + i, half);
+}
+
 /* Attention of `count` query heads of one token, from head `head` on, which share a KV head. `scores` has room for count
 times all positions. Returns false for a block that the cache lacks. */
 INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t layer, int64_t row, int64_t head,
@@ -307,6 +319,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
         const int64_t block = table[at / size], end = (at / size + 1) * size, stop = end <= position ? end : position + 1;
         if (block < 0 || block >= s->blocks)
             return false;
+        ask_for_block(keys, s, table, stop, position, token, offset, dim, half);
         int64_t place = (block * size + at % size) * token + offset;
         for (; at < stop; at++, place += token)
             for (int64_t one = 0; one < count; one++) {
@@ -316,6 +329,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
                 scores[one * length + at - first] = total(sum) * d->scale;
             }
     }
+    ask_for_block(values, s, table, first, position, token, offset, dim, half);
     for (int64_t one = 0; one < count; one++) {
         weigh(scores + one * length, length, d->softcap, own->sinks ? own->sinks + head + one : NULL);
         memset(out + one * dim, 0, (size_t)dim * sizeof *out);
@@ -323,6 +337,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
     for (int64_t at = first; at <= position;) {
         const int64_t end = (at / size + 1) * size, stop = end <= position ? end : position + 1;
         const int64_t place = (table[at / size] * size + at % size) * token + offset;
+        ask_for_block(values, s, table, stop, position, token, offset, dim, half);
         for (int64_t i = 0; i < dim; i += FLOATS)
             for (int64_t one = 0; one < count; one++) {
                 const float *weights = scores + one * length + at - first;

@@ -28,7 +28,7 @@ NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "q_nor
 BAD_PLACE = 2
 
 StepWeight = torch.Tensor | IntegerWeight | StackedWeight
-"""A weight that the library reads: plain numbers, integers, or rows of several such."""
+"""A weight that the library reads: plain numbers, integers, or rows of several integers."""
 
 
 class _Matrix(ctypes.Structure):

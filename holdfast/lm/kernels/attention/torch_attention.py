@@ -103,7 +103,7 @@ class TorchAttention(Attention[TileMetadata]):
         most = TILE_ROWS if self.device.type == "cpu" else GPU_TILE_ROWS
         tile = max(1, most // self.group_size)
         lengths, stops = segments.query_length.astype(np.int64), segments.context_stop.astype(np.int64)
-        if len(lengths) and 1 <= lengths.min() and lengths.max() <= tile:  # each segment is a tile, as in decoding
+        if len(lengths) and lengths.min() >= 1 and lengths.max() <= tile:  # each segment is a tile, as in decoding
             firsts, rows = segments.query_start[:-1].astype(np.int64), segments.row.astype(np.int64)
             return TileMetadata(first_token=firsts, queries=lengths, stop=stops, row=rows)
         tiles = -(-lengths // tile)

@@ -162,7 +162,9 @@ class WholeSteps:
         final_norm: torch.Tensor,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """`head` is the LM head [V, hidden], and `dtype` that of plain weights and of caches. `rotations` are frequencies and amplitudes [D / 2] of each kind of layer.
+        """`head` is the LM head [V, hidden]; `dtype` is that of plain weights and of caches.
+
+        `rotations` are frequencies and amplitudes [D / 2] of each kind of layer.
 
         Raises ValueError for tensors that the library does not take.
         """

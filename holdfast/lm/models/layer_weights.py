@@ -12,6 +12,7 @@ import torch
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.int4 import Int4Weight, side_by_side
+from holdfast.lm.kernels.large_pages import empty_in_large_pages
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight
@@ -358,6 +359,8 @@ class WeightReader:
                 part.copy_(part[in_heads(len(part), order).to(part.device)])
 
     def _empty(self, *shape: int) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return empty_in_large_pages(*shape, dtype=self._dtype)
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
 

@@ -21,7 +21,9 @@ from holdfast.lm.kernels.integer.step import (
     StepTokens,
     WholeSteps,
 )
+from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
 from holdfast.lm.kernels.linear.layers import LayerShape
+from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
@@ -57,8 +59,8 @@ def whole_steps_of(
     library computes all steps, also those of many tokens.
     """
     library, dtype = step_library(shapes[0].inverse_frequencies.device), shapes[0].dtype
-    dense = isinstance(head.weight, torch.Tensor) and all(map(is_dense, layers))
-    if library is None or dtype not in DTYPES or not dense or not is_plain(spec):
+    known = is_known(head.weight) and all(map(has_known_weights, layers))
+    if library is None or dtype not in DTYPES or not known or not is_plain(spec):
         return None
     return DecoderSteps(library, spec, layers, head, windows, shapes, every=every)
 
@@ -75,9 +77,20 @@ def is_plain(spec: DecoderSpec) -> bool:
     return sizes and all(each is None for each in others) and not any(options)
 
 
-def is_dense(layer: LayerWeights) -> bool:
-    """Whether all weights of a layer are plain numbers."""
-    return layer.end_norm is None and all(isinstance(getattr(layer, name), torch.Tensor) for name in LINEAR)
+def has_known_weights(layer: LayerWeights) -> bool:
+    """Whether the library reads all weights of a layer."""
+    # Both halves of a packed gate_up are whole tiles.
+    inner = layer.down.shape[1]
+    tiled = isinstance(layer.gate_up, torch.Tensor) or inner % TILE == 0
+    return layer.end_norm is None and tiled and all(is_known(getattr(layer, name)) for name in LINEAR)
+
+
+def is_known(weight: Weight) -> bool:
+    """Whether the library reads a weight: plain numbers, integers, or rows of several integers from whole tiles on."""
+    if isinstance(weight, StackedWeight):
+        integers = all(isinstance(part, IntegerWeight) for part in weight.parts)
+        return integers and not any(part.shape[0] % TILE for part in weight.parts[:-1])
+    return isinstance(weight, torch.Tensor | IntegerWeight)
 
 
 class DecoderSteps:
@@ -95,11 +108,11 @@ class DecoderSteps:
         every: bool = False,
     ) -> None:
         """The arguments are those of `whole_steps_of`. Raises ValueError for weights that the library does not take."""
-        assert isinstance(head.weight, torch.Tensor)
+        assert isinstance(head.weight, torch.Tensor | IntegerWeight | StackedWeight)
         self.every = every
         """Whether all steps are computed so. The bits of a token's results then depend on the tokens before it alone:
         the library adds up each number in one order, whatever the step's tokens."""
-        self._dtype, self._layers = head.weight.dtype, len(layers)
+        self._dtype, self._layers = shapes[0].dtype, len(layers)
         sizes = StepSizes(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
@@ -117,6 +130,7 @@ class DecoderSteps:
             [_layer(layer, window, int(other)) for layer, window, other in others],
             head=head.weight,
             head_bias=head.bias,
+            dtype=self._dtype,
             final_norm=head.norm,
             rotations=[(each.inverse_frequencies, each.amplitudes) for each in shapes],
         )
@@ -153,14 +167,18 @@ class DecoderSteps:
             now = order[first : first + MOST_TOKENS]
             here = np.flatnonzero((place >= first) & (place < first + len(now)))
             at = torch.from_numpy(now)
+            taps = None if tokens.taps is None else tokens.taps.new_empty(len(now), *tokens.taps.shape[1:])
             some = replace(
                 tokens,
                 positions=tokens.positions[at],
                 slots=tokens.slots[at],
                 rows=tokens.rows[now],
                 sample_at=torch.from_numpy(place[here] - first),
+                taps=taps,
             )
             found[torch.from_numpy(here)] = self._steps.normed(stream[at], some)
+            if tokens.taps is not None:
+                tokens.taps[at] = taps
         return found
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:

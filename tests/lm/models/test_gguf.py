@@ -305,6 +305,7 @@ def test_parts_of_a_layer_in_two_formats_are_multiplied_as_integers_of_both(tmp_
     assert isinstance(qkv, StackedWeight)
     assert [part.bits for part in qkv.parts if isinstance(part, IntegerWeight)] == [4, 6]
     assert [part.shape[0] for part in qkv.parts] == [384, 128]
+    assert model.whole_steps is not None, "the library computes steps of integers as a whole"
     assert (plain(qkv) - plain(exact.layers[1].qkv)).norm() / plain(exact.layers[1].qkv).norm() < 2**-10
     assert apart(model, exact) < 0.05
 

@@ -5,23 +5,38 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from holdfast.files.cache import gguf_cache
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.integer.weight import IntegerWeight
+from holdfast.lm.kernels.packed import Form, PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import StepInput, StreamTaps
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.gguf_metadata import write
+from holdfast.lm.models.layer_weights import LayerWeights
 from holdfast.lm.models.loader import load
-from holdfast.lm.models.whole_steps import MOST_OF_SEGMENT, MOST_TOKENS, DecoderSteps, is_plain
+from holdfast.lm.models.whole_steps import (
+    MOST_OF_SEGMENT,
+    MOST_TOKENS,
+    DecoderSteps,
+    has_known_weights,
+    is_known,
+    is_plain,
+)
 from tests.checkpoints import make
 from tests.compiled import integer_library
+from tests.gguf_files import write_gguf
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 40
@@ -112,36 +127,41 @@ def test_a_model_in_bfloat16_has_whole_steps_near_those_of_pytorch(with_library:
     assert (found.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize(("family", "dtype"), [("Llama", "float32"), ("Llama", "bfloat16"), ("Gemma3Text", "float32")])
-def test_tapped_layers_give_the_hidden_states_of_transformers(
-    with_library: None, tmp_path: Path, family: str, dtype: str, backend: str
+def test_integers_are_read_as_whole_tiles_and_other_packed_weights_are_not() -> None:
+    def integers(rows: int) -> IntegerWeight:
+        return IntegerWeight(integer_library(), torch.zeros(-(-rows // 16), 2, 320), torch.zeros(1), 4, rows)
+
+    assert is_known(integers(16)) and is_known(integers(7)) and is_known(torch.zeros(7, 64))
+    assert is_known(StackedWeight((integers(16), integers(7))))
+    assert not is_known(StackedWeight((integers(7), integers(16))))
+    other = PackedWeight(Form.INT8, torch.zeros(16, 64, dtype=torch.int8), torch.zeros(16, 2), 32)
+    assert not is_known(other) and not is_known(StackedWeight((integers(16), other)))
+    weights = {name: integers(64) for name in ("qkv", "o", "gate_up", "down")}
+    for inner, known in ((64, True), (72, False)):
+        layer = SimpleNamespace(**weights | {"down": torch.zeros(64, inner)}, end_norm=None)
+        assert has_known_weights(cast(LayerWeights, layer)) is known
+
+
+def test_a_model_of_integers_has_whole_steps_as_near_to_float32_as_pytorchs(
+    with_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = loaded(tmp_path, family, dtype=dtype)
-    layers = 0, model.spec.num_layers - 1
-    taps = StreamTaps(layers, torch.full((9, 2, model.decoder.hidden_size), 7.0, dtype=model.spec.dtype))
-    step = step_of(model, (0, 0, 7), backend=backend, taps=taps)
+    """Both round activations to 8 bits. PyTorch also rounds them to bfloat16 between operations."""
+    make(tmp_path / "plain", "Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "plain", "llama", kind="Q8_0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = gguf_cache() / path.name
+    directory.mkdir(parents=True)
+    write(path, directory)
+    model = load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder) and isinstance(model.layers[0].down, IntegerWeight)
+    exact = load(directory, device="cpu")
+    assert model.whole_steps is not None and isinstance(exact, Decoder)
     with torch.inference_mode():
-        model.forward(step)
-        module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-        states = module(step.ids[None], output_hidden_states=True).hidden_states
-    assert (taps.into[7:] == 7.0).all()
-    for number, layer in enumerate(layers):
-        near = 1e-4 if dtype == "float32" else 0.02
-        found = taps.into[:7, number].float()
-        assert (found - states[layer][0]).norm() < near * states[layer][0].norm(), f"layer {layer}"
-
-
-def test_taps_of_another_size_and_of_missing_layers_are_refused(with_library: None, tmp_path: Path) -> None:
-    model = loaded(tmp_path, "Llama")
-    hidden, count = model.decoder.hidden_size, model.spec.num_layers
-    for layers, width, message in (
-        ((0, 1), hidden + 1, "taps are"),
-        ((0, count), hidden, f"layers .* are tapped, and there are {count}"),
-    ):
-        step = step_of(model, *SPANS, taps=StreamTaps(layers, torch.zeros(9, 2, width)))
-        with pytest.raises(ValueError, match=message):
-            model.forward(step)
+        wanted = exact.forward(step_of(exact, *SPANS, backend="torch"))
+        plain, found = (model.forward(step_of(model, *SPANS, backend=name)).float() for name in ("torch", "auto"))
+    assert not torch.equal(plain, found)
+    assert (found - wanted).norm() < 0.04 * wanted.norm() and (plain - wanted).norm() < 0.04 * wanted.norm()
 
 
 def test_steps_of_other_kinds_are_left_to_pytorch(with_library: None, tmp_path: Path) -> None:

@@ -100,14 +100,17 @@ class TorchAttention(Attention[TileMetadata]):
         self.block_size = block_size
 
     def make_metadata(self, segments: Segments) -> TileMetadata:
-        rows = TILE_ROWS if self.device.type == "cpu" else GPU_TILE_ROWS
-        tile = max(1, rows // self.group_size)
-        lengths = segments.query_length.astype(np.int64)
+        most = TILE_ROWS if self.device.type == "cpu" else GPU_TILE_ROWS
+        tile = max(1, most // self.group_size)
+        lengths, stops = segments.query_length.astype(np.int64), segments.context_stop.astype(np.int64)
+        if len(lengths) and lengths.min() >= 1 and lengths.max() <= tile:  # each segment is a tile, as in decoding
+            firsts, rows = segments.query_start[:-1].astype(np.int64), segments.row.astype(np.int64)
+            return TileMetadata(first_token=firsts, queries=lengths, stop=stops, row=rows)
         tiles = -(-lengths // tile)
         segment = np.repeat(np.arange(len(lengths)), tiles)
         offset = (np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
         queries = np.minimum(tile, lengths[segment] - offset)
-        start = segments.context_stop.astype(np.int64) - lengths
+        start = stops - lengths
         return TileMetadata(
             first_token=segments.query_start[:-1].astype(np.int64)[segment] + offset,
             queries=queries,

@@ -60,19 +60,28 @@ struct rotation {  /* Queries to `query` [rows, heads, dim]; keys and values to 
     int64_t heads, kv_heads, dim;
 };
 
-/* A decoder of plain weights, for whole steps (step.c). Sizes are numbers, unless they say otherwise. Small tensors are
-float32; weights and caches are float32, or bfloat16 if `half`. A tensor that the architecture lacks is NULL. */
+/* A decoder for whole steps (step.c). Sizes are numbers, unless they say otherwise. Small tensors are
+float32; plain weights and caches are float32, or bfloat16 if `half`. A tensor that the architecture lacks is NULL. */
 
 enum { SILU, GELU_TANH };
 
 struct matrix {
-    const void *data;    /* [inputs, outputs]; [outputs, inputs] if by_rows */
-    const float *bias;   /* [outputs] */
+    const void *data;      /* [inputs, outputs]; [outputs, inputs] if by_rows; tiles if `bits` */
+    const float *bias;     /* [outputs] */
+    const float *factors;  /* of each row of the tiles; NULL for plain numbers */
     int64_t outputs, inputs, by_rows;
+    int64_t bits;          /* of packed weights: 4, 6 or 8; 0 for plain numbers */
+};
+
+/* Weights of the same inputs, whose outputs follow each other. Those of all parts but the last are multiples of 16. */
+struct projection {
+    const struct matrix *parts;
+    int64_t count, outputs;
+    int64_t packed;        /* whether a part has `bits` */
 };
 
 struct layer {
-    struct matrix qkv, o, gate_up, down;
+    struct projection qkv, o, gate_up, down;
     const float *input_norm, *post_norm;              /* [hidden]; NULL: the stream is read as it is */
     const float *attention_out_norm, *mlp_out_norm;  /* [hidden] */
     const float *q_norm, *k_norm;  /* [dim] */
@@ -83,7 +92,7 @@ struct layer {
 
 struct decoder {
     const struct layer *layers;
-    struct matrix head;
+    struct projection head;
     const float *final_norm;
     const float *frequencies[2], *amplitudes[2];  /* [dim / 2] */
     int64_t count, hidden, inner, heads, kv_heads, dim, activation, half;

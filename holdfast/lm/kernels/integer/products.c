@@ -8,23 +8,21 @@ would wait on the first one's cores. */
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include "integer.h"
+#include "rounded.h"
 #include "threads.h"
 
 enum { MOST_ROWS = 64, ALIGNMENT = 64, FEW = 1 << 15 };
 
 struct job {
     const struct kernels *kernels;
-    int form, offset;
+    int bits;
     const uint8_t *data;
     const float *factors;
-    int64_t outputs, tiles, blocks, tile_bytes, rows, inputs;
+    int64_t outputs, tiles, blocks, rows, inputs;
     const void *x;
     void *out;
     bool half;  /* x and out are bfloat16, else float32 */
-    int8_t *numbers;
-    float *scales, *totals;
-    int32_t *starts;
+    struct rounded rounded;
     int64_t chunk;
     atomic_int_fast64_t next;
 };
@@ -49,24 +47,14 @@ static uint16_t narrowed(float number)
 /* Round block `block` of row `row`. */
 static void round_at(struct job *job, int64_t row, int64_t block)
 {
-    const int64_t batch = row / ROWS, place = row % ROWS, left = job->rows - batch * ROWS, n = left < ROWS ? left : ROWS;
-    const int64_t at = batch * ROWS * job->blocks + block * n + place, from = row * job->inputs + block * INPUTS;
-    int8_t *numbers = job->numbers + at * INPUTS;
+    const int64_t from = row * job->inputs + block * INPUTS;
     float own[INPUTS];
     if (job->half)
         for (int i = 0; i < INPUTS; i++)
             own[i] = widened(((const uint16_t *)job->x)[from + i]);
     else
         memcpy(own, (const float *)job->x + from, sizeof own);
-    job->scales[at] = job->kernels->round(own, numbers);
-    int32_t sums[2] = {0, 0};
-    for (int half = 0; half < 2; half++)
-        for (int i = 0; i < INPUTS / 2; i++)
-            sums[half] += numbers[INPUTS / 2 * half + i];
-    job->totals[at] = (float)(sums[0] + sums[1]);
-    int32_t *starts = job->starts + 2 * (at - place) + place;
-    starts[0] = -job->offset * sums[0];
-    starts[n] = -job->offset * sums[1];
+    round_one(job->kernels, &job->rounded, row, block, own);
 }
 
 static void round_some(void *data)
@@ -101,11 +89,8 @@ static void write_out(const struct job *job, int64_t tile, int64_t row, int n, c
 static void multiply_rows(const struct job *job, int64_t tile, int64_t first, int64_t stop)
 {
     for (int64_t row = first; row < stop; row += ROWS) {
-        const int n = stop - row < ROWS ? (int)(stop - row) : ROWS;
-        const int64_t at = row * job->blocks;
-        const struct batch batch = {job->numbers + at * INPUTS, job->scales + at, job->starts + 2 * at, job->totals + at};
         float found[ROWS * TILE];
-        job->kernels->tiles[job->form](job->data + tile * job->tile_bytes, job->blocks, n, batch, found);
+        const int n = multiply_with_tile(job->kernels, &job->rounded, row, job->bits, job->data, tile, found);
         write_out(job, tile, row, n, found);
     }
 }
@@ -168,18 +153,14 @@ int holdfast_multiply(const void *data, const float *factors, int64_t outputs, i
     const struct kernels *kernels = holdfast_kernels(level);
     if (!kernels || outputs < 1 || rows < 1 || inputs < INPUTS || inputs % INPUTS || threads < 1 || (bits != 4 && bits != 6 && bits != 8))
         return 1;
-    struct job job = {.kernels = kernels, .form = bits / 2 - 2, .offset = bits == 4 ? 0 : 1 << (bits - 1)};
+    struct job job = {.kernels = kernels, .bits = bits};
     job.data = data, job.factors = factors, job.outputs = outputs, job.inputs = inputs, job.x = x, job.rows = rows;
     job.out = out, job.half = half, job.blocks = inputs / INPUTS, job.tiles = (outputs + TILE - 1) / TILE;
-    job.tile_bytes = job.blocks * (bits == 4 ? 320 : bits == 6 ? 448 : 544);
-    const int64_t groups = rows * job.blocks, size = groups * (INPUTS + 16) + ALIGNMENT;
+    const int64_t groups = rows * job.blocks, size = groups * BYTES_OF_BLOCK + ALIGNMENT;
     uint8_t *place = aligned_alloc(ALIGNMENT, (size_t)((size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT));
     if (!place)
         return 2;
-    job.numbers = (int8_t *)place;
-    job.scales = (float *)(place + groups * INPUTS);
-    job.totals = job.scales + groups;
-    job.starts = (int32_t *)(job.totals + groups);
+    job.rounded = rounded_at(place, rows, job.blocks);
     const bool alone = parallel == NULL || threads < 2;
     run(&job, round_some, parallel, alone || rows * inputs < FEW ? 1 : threads, groups / threads / 4);
     run(&job, multiply_some, parallel, alone || outputs * inputs < FEW ? 1 : threads, job.tiles / threads / 8);

@@ -15,6 +15,7 @@ that waits for long sleeps: systems let one that slept run soon, and not one tha
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#include "rounded.h"
 #include "threads.h"
 
 enum { PAD = 16, LINES = 128, SPINS = 2000, LEAST_COLUMNS = 64, MOST_COLUMNS = 1024 };
@@ -27,6 +28,7 @@ struct phase {
 
 struct place {  /* activations in float32, in the scratch memory; rows are PAD apart, so that they differ in cache sets */
     float *stream, *x, *qkv, *attended, *added, *inner, *turns, *own;
+    void *rounded;              /* what the current product reads, in 8 bits */
     int64_t own_size;           /* numbers of each thread's own part */
     struct phase *phases;
 };
@@ -48,11 +50,17 @@ struct member {
     bool has_piece;
 };
 
-enum { PHASES_OF_LAYER = 8, OTHER_PHASES = 3 };
+enum { PHASES_OF_LAYER = 12, OTHER_PHASES = 4 };  /* with the rounding before each product */
 
 static int64_t stride_of(int64_t width) { return (width + PAD - 1) / PAD * PAD + PAD; }
 
 static int64_t widest(const struct decoder *d) { return (d->heads + 2 * d->kv_heads) * d->dim; }
+
+static int64_t most_inputs(const struct decoder *d)
+{
+    const int64_t most = d->hidden > d->inner ? d->hidden : d->inner;
+    return most > d->heads * d->dim ? most : d->heads * d->dim;
+}
 
 static int64_t own_size(const struct decoder *d, const struct step *s)
 {
@@ -77,6 +85,9 @@ static int64_t divide(const struct decoder *d, const struct step *s, int threads
     at->own = base + used;
     at->own_size = own_size(d, s);
     used += threads * at->own_size;
+    at->rounded = base + used;
+    const int64_t blocks = most_inputs(d) / INPUTS + 1;
+    used += (s->rows * blocks * BYTES_OF_BLOCK / (int64_t)sizeof *base + LINES - 1) / LINES * LINES;
     at->phases = (struct phase *)(base + used);
     return used + phases_of(d) * (int64_t)(sizeof *at->phases / sizeof *base);
 }
@@ -132,38 +143,90 @@ static int64_t next_piece(struct member *m, int64_t count)
     return -1;
 }
 
-/* Number of outputs of a piece of work. Wide pieces let memory give long runs, and every thread gets one at least. */
+/* Number of outputs of a piece of work. Wide pieces let memory give long runs, and every thread gets one at least. The
+sums of several rows stay in a core's caches in half as wide a piece. */
 static int64_t columns_of(const struct team *t, int64_t outputs)
 {
     int64_t columns = (outputs + t->threads - 1) / t->threads;
-    while (columns >= MOST_COLUMNS)
+    while (columns > (t->s->rows > 1 ? MOST_COLUMNS / 2 : MOST_COLUMNS))
         columns = (columns + 1) / 2;
     columns = (columns + PAD - 1) / PAD * PAD;
     return columns < LEAST_COLUMNS ? LEAST_COLUMNS : columns;
 }
 
-static void product(struct member *m, const struct matrix *weight, const float *x, int64_t x_stride, float *out,
-                    int64_t out_stride)
+/* Round the rows that a projection reads, if it has packed weights. */
+static struct rounded rounded_for(struct member *m, const struct projection *projection, const float *x,
+                                  int64_t x_stride, int64_t rows)
 {
     const struct team *t = m->team;
-    const int64_t columns = columns_of(t, weight->outputs), count = (weight->outputs + columns - 1) / columns;
-    for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
-        const int64_t first = piece * columns, rest = weight->outputs - first;
-        t->kernels->step.multiply(weight, t->d->half, first, rest < columns ? rest : columns, x, x_stride, t->s->rows,
-                                  out + first, out_stride);
+    const int64_t blocks = projection->parts->inputs / INPUTS, some = blocks < 4 * t->threads ? 1 : blocks / (4 * t->threads);
+    const struct rounded into = rounded_at(t->at.rounded, rows, blocks);
+    const int64_t pieces = (blocks + some - 1) / some;
+    if (projection->packed)
+        for (int64_t piece; (piece = next_piece(m, rows * pieces)) >= 0;) {
+            const int64_t row = piece / pieces, first = piece % pieces * some;
+            for (int64_t block = first; block < first + some && block < blocks; block++)
+                round_one(t->kernels, &into, row, block, x + row * x_stride + block * INPUTS);
+        }
+    return into;
+}
+
+/* out [rows, columns] = products with some outputs of a packed weight, from a multiple of TILE on, plus the bias. */
+static void multiply_tiles(const struct kernels *kernels, const struct matrix *weight, int64_t first, int64_t columns,
+                           const struct rounded *from, float *out, int64_t out_stride)
+{
+    for (int64_t column = 0; column < columns; column += TILE) {
+        const int64_t left = columns - column, width = left < TILE ? left : TILE, at = first + column;
+        for (int64_t row = 0; row < from->rows; row += ROWS) {
+            float found[ROWS * TILE];
+            const int n = multiply_with_tile(kernels, from, row, (int)weight->bits, weight->data, at / TILE, found);
+            for (int one = 0; one < n; one++)
+                for (int64_t i = 0; i < width; i++)
+                    out[(row + one) * out_stride + column + i] =
+                        found[one * TILE + i] * weight->factors[at + i] + (weight->bias ? weight->bias[at + i] : 0.0f);
+        }
     }
 }
 
-static void gated_product(struct member *m, const struct matrix *weight)
+/* out [rows, columns] = x times some outputs of a projection, plus the bias. */
+static void multiply(const struct team *t, const struct projection *projection, int64_t first, int64_t columns,
+                     const float *x, int64_t x_stride, const struct rounded *rounded, float *out, int64_t out_stride)
+{
+    for (const struct matrix *part = projection->parts; columns > 0; first -= part->outputs, part++) {
+        if (first >= part->outputs)
+            continue;
+        const int64_t rest = part->outputs - first, width = rest < columns ? rest : columns;
+        if (part->bits)
+            multiply_tiles(t->kernels, part, first, width, rounded, out, out_stride);
+        else
+            t->kernels->step.multiply(part, t->d->half, first, width, x, x_stride, rounded->rows, out, out_stride);
+        out += width, columns -= width, first += width;
+    }
+}
+
+static void product(struct member *m, const struct projection *projection, const float *x, int64_t x_stride, float *out,
+                    int64_t out_stride)
+{
+    const struct team *t = m->team;
+    const struct rounded rounded = rounded_for(m, projection, x, x_stride, t->s->rows);
+    const int64_t outputs = projection->outputs, columns = columns_of(t, outputs), count = (outputs + columns - 1) / columns;
+    for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
+        const int64_t first = piece * columns, rest = outputs - first;
+        multiply(t, projection, first, rest < columns ? rest : columns, x, x_stride, &rounded, out + first, out_stride);
+    }
+}
+
+static void gated_product(struct member *m, const struct projection *projection)
 {
     const struct team *t = m->team;
     const int64_t inner = t->d->inner, columns = columns_of(t, inner), count = (inner + columns - 1) / columns;
     const int64_t x_stride = stride_of(t->d->hidden), stride = stride_of(inner), rows = t->s->rows;
+    const struct rounded rounded = rounded_for(m, projection, t->at.x, x_stride, rows);
     for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
         const int64_t first = piece * columns, width = inner - first < columns ? inner - first : columns;
         float *gate = m->own, *up = m->own + rows * width;
-        t->kernels->step.multiply(weight, t->d->half, first, width, t->at.x, x_stride, rows, gate, width);
-        t->kernels->step.multiply(weight, t->d->half, inner + first, width, t->at.x, x_stride, rows, up, width);
+        multiply(t, projection, first, width, t->at.x, x_stride, &rounded, gate, width);
+        multiply(t, projection, inner + first, width, t->at.x, x_stride, &rounded, up, width);
         for (int64_t row = 0; row < rows; row++)
             t->kernels->step.gate(t->d->activation, gate + row * width, up + row * width, width,
                                   t->at.inner + row * stride + first);
@@ -303,11 +366,11 @@ static void head(struct member *m, const float *x, int64_t stride)
     const struct decoder *d = t->d;
     const struct step *s = t->s;
     const int64_t outputs = d->head.outputs, columns = columns_of(t, outputs);
+    const struct rounded rounded = rounded_for(m, &d->head, x, stride, s->samples);
     for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
         const int64_t first = piece * columns, width = outputs - first < columns ? outputs - first : columns;
         float *out = d->half ? m->own : (float *)s->logits + first;
-        t->kernels->step.multiply(&d->head, d->half, first, width, x, stride, s->samples, out,
-                                  d->half ? width : outputs);
+        multiply(t, &d->head, first, width, x, stride, &rounded, out, d->half ? width : outputs);
         for (int64_t row = 0; d->half && row < s->samples; row++)
             t->kernels->step.narrow(out + row * width, width, (uint16_t *)s->logits + row * outputs + first);
     }

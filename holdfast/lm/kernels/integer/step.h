@@ -16,7 +16,8 @@ typedef float vec __attribute__((vector_size(4 * FLOATS)));
 typedef uint32_t words __attribute__((vector_size(4 * FLOATS)));
 typedef uint16_t shorts __attribute__((vector_size(2 * FLOATS)));
 
-enum { INPUTS_AT_A_TIME = 8 };
+/* BLOCKS_AHEAD: how many times INPUTS_AT_A_TIME rows before their use numbers of a weight are asked for. */
+enum { INPUTS_AT_A_TIME = 8, BLOCKS_AHEAD = 2, LINE = 64 };
 
 INLINED float total(vec numbers);
 
@@ -47,18 +48,27 @@ INLINED float read_one(const void *data, int64_t at, bool half)
     return half ? widened(((const uint16_t *)data)[at]) : ((const float *)data)[at];
 }
 
+/* Ask for the line of a weight that has this number. It comes into the second cache: the first has no room to spare.
+Processors guess what is read next within a page only, and a row of a piece of work is shorter. An address beyond the
+weight does no harm. */
+INLINED void ask_for(const void *data, int64_t at, bool half)
+{
+    __builtin_prefetch((const char *)data + at * (half ? 2 : 4), 0, 2);
+}
+
 /* Add `count` inputs' part of products to `vectors` vectors of outputs. Rows of the weight are read side by side, so
-that memory gives several streams at once. */
-INLINED void add_inputs(const void *data, int64_t at, int64_t outputs, bool half, int count, int vectors, const float *x,
-                        int64_t x_stride, int64_t rows, float *out, int64_t out_stride)
+that memory gives several streams at once. With `ahead`, ask for the same outputs of later rows. */
+INLINED void add_inputs(const void *data, int64_t at, int64_t outputs, bool half, bool ahead, int count, int vectors,
+                        const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride)
 {
     vec weights[INPUTS_AT_A_TIME][COLUMNS];
     UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int v = 0; v < vectors; v++)
             weights[i][v] = read_vector(data, at + i * outputs + v * FLOATS, half);
-    /* The rows of the next call. Nothing else would ask for them while many tokens are multiplied. */
-    UNROLLED for (int i = 0; rows > 1 && i < count; i++)
-        __builtin_prefetch((const char *)data + (at + (count + i) * outputs) * (half ? 2 : 4));
+    UNROLLED for (int i = 0; ahead && i < count; i++)
+        UNROLLED for (int v = 0; v < vectors; v++)
+            if (v * FLOATS * (half ? 2 : 4) % LINE == 0)
+                ask_for(data, at + (BLOCKS_AHEAD * count + i) * outputs + v * FLOATS, half);
     for (int64_t row = 0; row < rows; row++, x += x_stride, out += out_stride) {
         vec sums[COLUMNS];
         UNROLLED for (int v = 0; v < vectors; v++)
@@ -74,11 +84,13 @@ INLINED void add_inputs(const void *data, int64_t at, int64_t outputs, bool half
 INLINED void add_block(const void *data, int64_t at, int64_t outputs, bool half, int count, int64_t columns,
                        const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride)
 {
+    const int size = half ? 2 : 4, wide = COLUMNS * FLOATS * size;
     int64_t column = 0;
     for (; column + COLUMNS * FLOATS <= columns; column += COLUMNS * FLOATS)
-        add_inputs(data, at + column, outputs, half, count, COLUMNS, x, x_stride, rows, out + column, out_stride);
+        add_inputs(data, at + column, outputs, half, wide % LINE == 0 || column * size % LINE == 0, count, COLUMNS, x,
+                   x_stride, rows, out + column, out_stride);
     for (; column + FLOATS <= columns; column += FLOATS)
-        add_inputs(data, at + column, outputs, half, count, 1, x, x_stride, rows, out + column, out_stride);
+        add_inputs(data, at + column, outputs, half, true, count, 1, x, x_stride, rows, out + column, out_stride);
     for (; column < columns; column++)
         for (int64_t row = 0; row < rows; row++)
             for (int i = 0; i < count; i++)
@@ -99,11 +111,12 @@ INLINED void add_by_inputs(const struct matrix *weight, int64_t first, int64_t c
                   out_stride);
 }
 
-/* Inner products of `count` rows of a weight with `tokens` rows of x, added to out. */
-INLINED void add_dots(const struct matrix *weight, int64_t first, bool half, int count, int tokens, const float *x,
-                      int64_t x_stride, float *out, int64_t out_stride)
+/* Inner products of `count` rows of a weight with `tokens` rows of x, added to out. With `ahead`, ask for the next rows. */
+INLINED void add_dots(const struct matrix *weight, int64_t first, bool half, bool ahead, int count, int tokens,
+                      const float *x, int64_t x_stride, float *out, int64_t out_stride)
 {
     const int64_t inputs = weight->inputs, whole = inputs / FLOATS * FLOATS;
+    const int size = half ? 2 : 4;
     vec sums[DOT_ROWS][STREAMS];
     UNROLLED for (int token = 0; token < tokens; token++)
         UNROLLED for (int i = 0; i < count; i++)
@@ -114,6 +127,8 @@ INLINED void add_dots(const struct matrix *weight, int64_t first, bool half, int
             own[token] = floats(x + token * x_stride + input);
         UNROLLED for (int i = 0; i < count; i++) {
             const vec numbers = read_vector(weight->data, (first + i) * inputs + input, half);
+            if (ahead && (FLOATS * size % LINE == 0 || input * size % LINE == 0))
+                ask_for(weight->data, (first + count + i) * inputs + input, half);
             UNROLLED for (int token = 0; token < tokens; token++)
                 sums[token][i] += own[token] * numbers;
         }
@@ -127,10 +142,10 @@ INLINED void add_dots(const struct matrix *weight, int64_t first, bool half, int
         }
 }
 
-#define OF_TOKENS(n)                                                                                          \
-    case n:                                                                                                   \
-        add_dots(weight, first + column, half, WEIGHT_ROWS, n < DOT_ROWS ? n : DOT_ROWS, x + row * x_stride, \
-                 x_stride, out + row * out_stride + column, out_stride);                                      \
+#define OF_TOKENS(n)                                                                                       \
+    case n:                                                                                                \
+        add_dots(weight, first + column, half, row == 0, WEIGHT_ROWS, n < DOT_ROWS ? n : DOT_ROWS,         \
+                 x + row * x_stride, x_stride, out + row * out_stride + column, out_stride);               \
         break;
 
 /* out [rows, columns] += x times a weight [outputs, inputs], from its row `first` on. */
@@ -140,7 +155,7 @@ INLINED void add_by_rows(const struct matrix *weight, int64_t first, int64_t col
     int64_t column = 0;
     if (rows == 1)
         for (; column + STREAMS <= columns; column += STREAMS)
-            add_dots(weight, first + column, half, STREAMS, 1, x, x_stride, out + column, out_stride);
+            add_dots(weight, first + column, half, true, STREAMS, 1, x, x_stride, out + column, out_stride);
     const int64_t parts = (rows + DOT_ROWS - 1) / DOT_ROWS, tokens = (rows + parts - 1) / parts;
     for (; column + WEIGHT_ROWS <= columns; column += WEIGHT_ROWS)
         for (int64_t row = 0; row < rows; row += tokens)
@@ -149,8 +164,8 @@ INLINED void add_by_rows(const struct matrix *weight, int64_t first, int64_t col
             }
     for (; column < columns; column++)
         for (int64_t row = 0; row < rows; row++)
-            add_dots(weight, first + column, half, 1, 1, x + row * x_stride, x_stride, out + row * out_stride + column,
-                     out_stride);
+            add_dots(weight, first + column, half, false, 1, 1, x + row * x_stride, x_stride,
+                     out + row * out_stride + column, out_stride);
 }
 
 /* out [rows, columns] = x times some outputs of a weight, plus the bias. */
@@ -277,6 +292,18 @@ static inline int64_t first_seen(const struct layer *layer, int64_t position)
     return first < 0 ? 0 : first;
 }
 
+/* Ask for a KV head of the positions from `at` to the end of its block. Processors do not guess where a block is. */
+INLINED void ask_for_block(const void *cache, const struct step *s, const int32_t *table, int64_t at, int64_t position,
+                           int64_t token, int64_t offset, int64_t dim, bool half)
+{
+    if (at > position || table[at / s->block_size] < 0)
+        return;
+    const int64_t size = s->block_size, end = (at / size + 1) * size, stop = end <= position ? end : position + 1;
+    for (int64_t place = (table[at / size] * size + at % size) * token + offset; at < stop; at++, place += token)
+        for (int64_t i = 0; i < dim; i += LINE / (half ? 2 : 4))
+            ask_for(cache, place + i, half);
+}
+
 /* Attention of `count` query heads of one token, from head `head` on, which share a KV head. `scores` has room for count
 times all positions. Returns false for a block that the cache lacks. */
 INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t layer, int64_t row, int64_t head,
@@ -292,6 +319,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
         const int64_t block = table[at / size], end = (at / size + 1) * size, stop = end <= position ? end : position + 1;
         if (block < 0 || block >= s->blocks)
             return false;
+        ask_for_block(keys, s, table, stop, position, token, offset, dim, half);
         int64_t place = (block * size + at % size) * token + offset;
         for (; at < stop; at++, place += token)
             for (int64_t one = 0; one < count; one++) {
@@ -301,6 +329,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
                 scores[one * length + at - first] = total(sum) * d->scale;
             }
     }
+    ask_for_block(values, s, table, first, position, token, offset, dim, half);
     for (int64_t one = 0; one < count; one++) {
         weigh(scores + one * length, length, d->softcap, own->sinks ? own->sinks + head + one : NULL);
         memset(out + one * dim, 0, (size_t)dim * sizeof *out);
@@ -308,6 +337,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
     for (int64_t at = first; at <= position;) {
         const int64_t end = (at / size + 1) * size, stop = end <= position ? end : position + 1;
         const int64_t place = (table[at / size] * size + at % size) * token + offset;
+        ask_for_block(values, s, table, stop, position, token, offset, dim, half);
         for (int64_t i = 0; i < dim; i += FLOATS)
             for (int64_t one = 0; one < count; one++) {
                 const float *weights = scores + one * length + at - first;

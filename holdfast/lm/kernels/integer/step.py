@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.integer.library import Library
+from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
+from holdfast.lm.kernels.stacked import Rows, StackedWeight
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 """Activations that the library computes, with its numbers for them."""
@@ -26,21 +29,30 @@ BAD_PLACE = 2
 Compute = Callable[[ctypes.Structure, ctypes.Structure, torch.Tensor], int]
 """A function of the library that computes a step, or a part of one, of a decoder in scratch memory."""
 
+StepWeight = torch.Tensor | IntegerWeight | StackedWeight
+"""A weight that the library reads: plain numbers, integers, or rows of several integers."""
+
 
 class _Matrix(ctypes.Structure):
     """struct matrix of integer.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "bias")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "by_rows")),
+        *((name, ctypes.c_void_p) for name in ("data", "bias", "factors")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "by_rows", "bits")),
     )
+
+
+class _Projection(ctypes.Structure):
+    """struct projection of integer.h."""
+
+    _fields_ = (("parts", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("count", "outputs", "packed")))
 
 
 class _Layer(ctypes.Structure):
     """struct layer of integer.h."""
 
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _Projection) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in NORMS),
         *((name, ctypes.c_int64) for name in ("window", "chunked", "rotation")),
     )
@@ -51,7 +63,7 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = (
         ("layers", ctypes.c_void_p),
-        ("head", _Matrix),
+        ("head", _Projection),
         ("final_norm", ctypes.c_void_p),
         ("frequencies", ctypes.c_void_p * MOST_ROTATIONS),
         ("amplitudes", ctypes.c_void_p * MOST_ROTATIONS),
@@ -82,10 +94,10 @@ class _Step(ctypes.Structure):
 class StepLayer:
     """The tensors of one layer. One that the architecture lacks is None."""
 
-    qkv: torch.Tensor  # [(H + 2 Hkv) D, hidden]
-    o: torch.Tensor  # [hidden, H D]
-    gate_up: torch.Tensor  # [2 inner, hidden]
-    down: torch.Tensor  # [hidden, inner]
+    qkv: StepWeight  # [(H + 2 Hkv) D, hidden]
+    o: StepWeight  # [hidden, H D]
+    gate_up: StepWeight  # [2 inner, hidden]
+    down: StepWeight  # [hidden, inner]
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -150,16 +162,19 @@ class WholeSteps:
         sizes: StepSizes,
         layers: Sequence[StepLayer],
         *,
-        head: torch.Tensor,
+        head: StepWeight,
         head_bias: torch.Tensor | None,
+        dtype: torch.dtype,
         final_norm: torch.Tensor,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """`head` is the LM head [V, hidden]. `rotations` are frequencies and amplitudes [D / 2] of each kind of layer.
+        """`head` is the LM head [V, hidden]; `dtype` is that of plain weights and of caches.
+
+        `rotations` are frequencies and amplitudes [D / 2] of each kind of layer.
 
         Raises ValueError for tensors that the library does not take.
         """
-        self._library, self._dtype, self._kept = library, head.dtype, list[Any]()
+        self._library, self._dtype, self._kept = library, dtype, list[Any]()
         self._dim, self._kv_heads = sizes.dim, sizes.kv_heads
         hidden, inner = head.shape[1], layers[0].down.shape[1]
         queries = sizes.heads * sizes.dim
@@ -170,14 +185,16 @@ class WholeSteps:
             "down": (hidden, inner),
         }
         widths = dict.fromkeys(NORMS, hidden) | {"q_norm": sizes.dim, "k_norm": sizes.dim, "sinks": sizes.heads}
-        if head.dtype not in DTYPES or sizes.dim % HEAD_UNIT or sizes.activation not in ACTIVATIONS:
-            raise ValueError(f"no whole steps for {head.dtype}, heads of {sizes.dim} numbers and {sizes.activation}")
+        if dtype not in DTYPES or sizes.dim % HEAD_UNIT or sizes.activation not in ACTIVATIONS:
+            raise ValueError(f"no whole steps for {dtype}, heads of {sizes.dim} numbers and {sizes.activation}")
         if not 1 <= len(rotations) <= MOST_ROTATIONS:
             raise ValueError(f"there are {len(rotations)} kinds of rotation; the library takes 1 or {MOST_ROTATIONS}")
         records = (_Layer * len(layers))()
         for record, layer in zip(records, layers, strict=True):
             for name, shape in shapes.items():
-                setattr(record, name, self._matrix(getattr(layer, name), getattr(layer, f"{name}_bias"), shape))
+                setattr(record, name, self._projection(getattr(layer, name), getattr(layer, f"{name}_bias"), shape))
+            if record.gate_up.packed and inner % TILE:
+                raise ValueError(f"a packed gate has {inner} outputs, which is not a multiple of {TILE}")
             for name, width in widths.items():
                 setattr(record, name, self._small(getattr(layer, name), width))
             record.window, record.chunked = layer.window or 0, sizes.chunked
@@ -188,14 +205,16 @@ class WholeSteps:
         by_kind = [(ctypes.c_void_p * MOST_ROTATIONS)(*each) for each in zip(*pointers, strict=True)]
         self._decoder = _Decoder(
             ctypes.addressof(records),
-            self._matrix(head, head_bias, (len(head), hidden)),
+            self._projection(head, head_bias, (head.shape[0], hidden)),
             self._small(final_norm, hidden),
             *by_kind,
             *(len(layers), hidden, inner, sizes.heads, sizes.kv_heads, sizes.dim),
-            *(ACTIVATIONS[sizes.activation], head.dtype == torch.bfloat16),
+            *(ACTIVATIONS[sizes.activation], dtype == torch.bfloat16),
             *(sizes.eps, sizes.scale, sizes.softcap or 0.0),
         )
-        self._outputs, self._hidden = len(head), hidden
+        self._outputs, self._hidden = head.shape[0], hidden
+        self._caches: tuple[Sequence[weakref.ref[torch.Tensor]], Any] = (), None
+        """The caches of the last step, which may be freed, and their addresses."""
         self._scratch: list[torch.Tensor] = []
         """Memory for activations that no call uses now."""
 
@@ -232,15 +251,11 @@ class WholeSteps:
     ) -> None:
         """Compute a step, and write what is wanted of its sampled rows."""
         rows, (blocks, block_size, *_) = len(stream), tokens.caches[0][0].shape
-        cache = (blocks, block_size, self._kv_heads, self._dim)
         self._check("embeddings", stream, self._dtype, (rows, self._hidden))
         self._check("block tables", tokens.tables, torch.int32, tuple(tokens.tables.shape))
         for name in ("positions", "slots"):
             self._check(name, getattr(tokens, name), torch.int64, (rows,))
-        for layer in tokens.caches:
-            for each in layer:
-                self._check("a cache", each, self._dtype, cache)
-        table_rows = np.ascontiguousarray(tokens.rows, np.int64)
+        table_rows = torch.from_numpy(np.ascontiguousarray(tokens.rows, np.int64))
         if len(table_rows) != rows or len(tokens.caches) != self._decoder.count:
             raise ValueError(f"{len(table_rows)} rows of tables and {len(tokens.caches)} caches do not fit the step")
         at, samples = None, _sampled(stream, tokens)
@@ -253,14 +268,12 @@ class WholeSteps:
             if not all(0 <= layer < self._decoder.count for layer in tokens.tap_layers):
                 raise ValueError(f"layers {[*tokens.tap_layers]} are tapped, and there are {self._decoder.count}")
             taps = tokens.taps.data_ptr()
-        caches = (ctypes.c_void_p * (2 * len(tokens.caches)))(
-            *(each.data_ptr() for layer in tokens.caches for each in layer)
-        )
+        caches = self._places_of(tokens.caches)
         inputs = (stream, tokens.positions, tokens.slots)
         results = (None if each is None else each.data_ptr() for each in (logits, normed))
         step = _Step(
             *(each.data_ptr() for each in inputs),
-            *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results),
+            *(table_rows.data_ptr(), tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results),
             *(taps, tap_layers.ctypes.data, None),
             *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest, len(tap_layers)),
         )
@@ -279,13 +292,45 @@ class WholeSteps:
             )
             raise ValueError(f"a step of {step.rows} tokens cannot be computed: {what}")
 
-    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Matrix:
-        """A weight [N, K], whose numbers lie by inputs or by outputs."""
-        by_rows = weight.is_contiguous()
-        if weight.shape != shape or weight.dtype != self._dtype or not (by_rows or weight.t().is_contiguous()):
-            raise ValueError(f"a weight {[*weight.shape]} of {weight.dtype} is not {[*shape]} of {self._dtype}")
+    def _places_of(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """The addresses of the keys and values of each layer, which are checked when they are new."""
+        tensors = [each for layer in caches for each in layer]
+        known, places = self._caches
+        if len(known) != len(tensors) or any(own() is not each for own, each in zip(known, tensors, strict=True)):
+            shape = (*tensors[0].shape[:2], self._kv_heads, self._dim)
+            for each in tensors:
+                self._check("a cache", each, self._dtype, shape)
+            places = (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
+            self._caches = [weakref.ref(each) for each in tensors], places
+        return places
+
+    def _projection(self, weight: StepWeight, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Projection:
+        """A weight [N, K]. Raises ValueError for another shape, and for parts that the library does not take."""
+        if weight.shape != shape:
+            raise ValueError(f"a weight {[*weight.shape]} does not have the shape {[*shape]}")
+        given = weight.with_biases(bias) if isinstance(weight, StackedWeight) else [(weight, bias)]
+        parts = (_Matrix * len(given))(*(self._matrix(part, own) for part, own in given))
+        packed = any(part.bits for part in parts)
+        edges = [part.outputs for part in parts[:-1]]
+        if any(edge % TILE for edge in edges):
+            raise ValueError(f"parts of a weight have {edges} outputs, and not all are multiples of {TILE}")
+        self._kept.append(parts)
+        return _Projection(ctypes.addressof(parts), len(parts), shape[0], packed)
+
+    def _matrix(self, weight: Rows | torch.Tensor, bias: torch.Tensor | None) -> _Matrix:
+        """A part of a weight, [n, K]. Plain numbers lie by inputs or by outputs."""
+        outputs, inputs = weight.shape
         self._kept.append(weight)
-        return _Matrix(weight.data_ptr(), self._small(bias, shape[0]), *shape, by_rows)
+        bias_at = self._small(bias, outputs)
+        if isinstance(weight, IntegerWeight):
+            at = weight.data.data_ptr(), bias_at, weight.factors.data_ptr()
+            return _Matrix(*at, outputs, inputs, False, weight.bits)
+        if not isinstance(weight, torch.Tensor) or weight.dtype != self._dtype:
+            raise ValueError(f"a weight {[outputs, inputs]} is not of {self._dtype} or of integers")
+        by_rows = weight.is_contiguous()
+        if not by_rows and not weight.t().is_contiguous():
+            raise ValueError(f"a weight {[outputs, inputs]} has strides {weight.stride()}")
+        return _Matrix(weight.data_ptr(), bias_at, None, outputs, inputs, by_rows, 0)
 
     def _small(self, tensor: torch.Tensor | None, width: int) -> int | None:
         """The address of a copy in float32 of a small tensor, which stays as long as this object."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.lm.kernels.integer.library import Library
+from holdfast.lm.kernels.large_pages import empty_in_large_pages
 from holdfast.lm.kernels.packed import Form, PackedWeight, unpacked
 
 TILE, BLOCK, VECTOR = 16, 32, 4
@@ -91,7 +92,9 @@ def pack_integers(
     factors = torch.where(factors == 0, 1.0, factors)
     header = [(each.float() / factors[:, None]).half() for each in (scale, low) if each is not None]
     pieces = [torch.split(each, TILES_AT_A_TIME * TILE) for each in (numbers, *header)]
-    data = torch.cat([_packed(whole, parts, bits) for whole, *parts in zip(*pieces, strict=True)])
+    packed = [_packed(whole, parts, bits) for whole, *parts in zip(*pieces, strict=True)]
+    tiles = sum(map(len, packed))
+    data = torch.cat(packed, out=empty_in_large_pages(tiles, *packed[0].shape[1:], dtype=torch.uint8))
     return IntegerWeight(library, data, _tiles(factors, 1.0), bits, rows)
 
 

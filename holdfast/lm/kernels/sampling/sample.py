@@ -38,6 +38,8 @@ def sample(
         if not any_random:
             return argmax(logits)
         return sample_rows(logits, temperature, top_k, top_p, seed, position, any_filtered=any_filtered)
+    if not any_random:
+        return _argmax(logits)
     if not any_filtered:
         _, tokens = best_tokens(logits, temperature, seed, position, any_random=any_random)
         return tokens

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.step import StepLayer, StepSizes, StepTokens, WholeSteps
+from holdfast.lm.kernels.integer.weight import IntegerWeight, pack_integers
+from holdfast.lm.kernels.stacked import StackedWeight
 from tests.compiled import integer_library
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY, LAYERS = 4, 2, 16, 52, 72, 301, 2
@@ -70,6 +74,7 @@ class Made:
             self.layers,
             head=self.head,
             head_bias=self.bias,
+            dtype=dtype,
             final_norm=self.norm,
             rotations=ROTATIONS,
         )
@@ -164,6 +169,91 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def turned(heads: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     (cosine, sine), (first, second) = turn, heads.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class Packed:
+    """A random decoder of packed weights in the library, and the same with these weights in plain numbers."""
+
+    def __init__(self, library: Library) -> None:
+        torch.manual_seed(0)
+        hidden, inner, draw = 64, 96, partial(packed, library)
+        self.layers, plain = list[StepLayer](), list[StepLayer]()
+        for bits in (4, 6, 8):
+            qkv = draw(64, hidden, bits), draw(32, hidden, 6), draw(32, hidden, 8)
+            weights = dict(qkv=StackedWeight(qkv), o=draw(hidden, 64, bits), down=draw(hidden, inner, bits % 6 + 4))
+            weights["gate_up"] = draw(2 * inner, hidden, bits)
+            widths = {"qkv": 128, "o": hidden, "gate_up": 2 * inner, "down": hidden}
+            small = {f"{name}_bias": torch.randn(rows) / 4 for name, rows in widths.items()}
+            small |= {name: torch.rand(hidden) + 0.5 for name in ("input_norm", "post_norm")}
+            self.layers.append(StepLayer(**weights, **small))
+            whole = {name: weight.dequantized(torch.float32) for name, weight in weights.items()}
+            plain.append(StepLayer(**whole, **small))
+        self.head = draw(VOCABULARY, hidden, 6)
+        self.options: dict[str, Any] = dict(dtype=torch.float32, final_norm=torch.rand(hidden) + 0.5)
+        self.options |= dict(head_bias=torch.randn(VOCABULARY), rotations=ROTATIONS)
+        self.steps = WholeSteps(library, SIZES, self.layers, head=self.head, **self.options)
+        self.plain = WholeSteps(library, SIZES, plain, head=self.head.dequantized(torch.float32), **self.options)
+        caches = torch.randn(3, 2, BLOCKS, BLOCK, KV_HEADS, DIM)
+        self.caches = [(keys, values) for keys, values in caches]
+
+    def tokens(self, lengths: tuple[int, ...]) -> StepTokens:
+        return Made.tokens(cast(Made, self), lengths)
+
+
+def packed(library: Library, rows: int, inputs: int, bits: int) -> IntegerWeight:
+    """A weight of random numbers whose products are about as large as what they multiply."""
+    scale = (torch.rand(rows, inputs // (16 if bits == 6 else 32)) + 0.5) * 2 ** (2.0 - bits) * inputs**-0.5
+    numbers = torch.randint(1 << bits, (rows, inputs)).to(torch.uint8)
+    return pack_integers(library, numbers, scale, -8 * scale if bits == 4 else None, bits)
+
+
+def test_a_step_of_packed_weights_is_that_of_plain_ones_but_for_rounding(library: Library) -> None:
+    made = Packed(library)
+    for lengths in ((1, 0, 0), (1, 1, 1), (6, 8, 2)):
+        stream, tokens = torch.randn(sum(lengths), 64), made.tokens(lengths)
+        found, wanted = made.steps.logits(stream, tokens), made.plain.logits(stream, tokens)
+        for one, other in zip(found, wanted, strict=True):
+            assert 1e-4 < (one - other).norm() / other.norm() < 0.03
+
+
+def test_steps_of_packed_weights_have_the_same_bits_for_any_number_of_threads_and_other_rows() -> None:
+    made = Packed(integer_library())
+    stream, tokens = torch.randn(14, 64), made.tokens((4, 8, 2))
+    wanted = made.steps.logits(stream, tokens)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(made.steps.logits(stream, tokens), wanted)
+    alone = replace(tokens, **{name: getattr(tokens, name)[:1] for name in ("positions", "slots", "rows")})
+    assert torch.equal(made.steps.logits(stream[:1], alone), wanted[:1])
+
+
+def test_packed_weights_that_end_within_a_tile_are_refused() -> None:
+    made = Packed(integer_library())
+    first = made.layers[0]
+    with pytest.raises(ValueError, match=r"a packed gate has 40 outputs, which is not a multiple of 16"):
+        weights = dict(gate_up=packed(integer_library(), 80, 64, 4), down=torch.zeros(64, 40))
+        layer = replace(first, **weights, gate_up_bias=None)
+        WholeSteps(integer_library(), SIZES, [layer], head=made.head, **made.options)
+    with pytest.raises(ValueError, match=r"parts of a weight have \[72\] outputs, and not all are multiples of 16"):
+        parts = tuple(packed(integer_library(), rows, 64, 4) for rows in (72, 56))
+        layer = replace(first, qkv=StackedWeight(parts))
+        WholeSteps(integer_library(), SIZES, [layer], head=made.head, **made.options)
+    with pytest.raises(ValueError, match=r"a weight \[64, 64\] is not of torch.float32 or of integers"):
+        layer = replace(first, o=torch.zeros(64, 64, dtype=torch.float64))
+        WholeSteps(integer_library(), SIZES, [layer], head=made.head, **made.options)
+
+
+def test_caches_are_checked_when_they_change_and_not_kept() -> None:
+    made = Made(integer_library())
+    tokens, stream = made.tokens(), stream_of(made, 3)
+    wanted = made.steps.logits(stream, tokens)
+    copies = [(keys.clone(), values.clone()) for keys, values in made.caches]
+    for each in (each for layer in made.caches for each in layer):
+        each.zero_()
+    assert torch.equal(made.steps.logits(stream, replace(tokens, caches=copies)), wanted)
+    kept = weakref.ref(copies[1][1])
+    del copies
+    assert kept() is None
 
 
 def stream_of(made: Made, rows: int) -> torch.Tensor:
@@ -295,8 +385,9 @@ def test_tensors_of_other_types_and_shapes_are_named() -> None:
     with pytest.raises(ValueError, match="1 caches do not fit"):
         made.steps.logits(stream, replace(usual, caches=made.caches[:1]))
     layer = replace(made.layers[0], down=made.layers[0].down[:, :-1])
-    options: dict[str, Any] = dict(head=made.head, head_bias=None, final_norm=made.norm, rotations=ROTATIONS)
-    with pytest.raises(ValueError, match=r"a weight \[144, 52\] of torch.float32 is not \[142, 52\]"):
+    small: dict[str, Any] = dict(head_bias=None, final_norm=made.norm, rotations=ROTATIONS)
+    options = small | dict(head=made.head, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"a weight \[144, 52\] does not have the shape \[142, 52\]"):
         WholeSteps(integer_library(), SIZES, [layer], **options)
     with pytest.raises(ValueError, match=r"no whole steps for torch\.float32, heads of 24 numbers and silu"):
         WholeSteps(integer_library(), replace(SIZES, dim=24), made.layers, **options)

@@ -127,6 +127,38 @@ def test_a_model_in_bfloat16_has_whole_steps_near_those_of_pytorch(with_library:
     assert (found.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(("family", "dtype"), [("Llama", "float32"), ("Llama", "bfloat16"), ("Gemma3Text", "float32")])
+def test_tapped_layers_give_the_hidden_states_of_transformers(
+    with_library: None, tmp_path: Path, family: str, dtype: str, backend: str
+) -> None:
+    model = loaded(tmp_path, family, dtype=dtype)
+    layers = 0, model.spec.num_layers - 1
+    taps = StreamTaps(layers, torch.full((9, 2, model.decoder.hidden_size), 7.0, dtype=model.spec.dtype))
+    step = step_of(model, (0, 0, 7), backend=backend, taps=taps)
+    with torch.inference_mode():
+        model.forward(step)
+        module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        states = module(step.ids[None], output_hidden_states=True).hidden_states
+    assert (taps.into[7:] == 7.0).all()
+    for number, layer in enumerate(layers):
+        near = 1e-4 if dtype == "float32" else 0.02
+        found = taps.into[:7, number].float()
+        assert (found - states[layer][0]).norm() < near * states[layer][0].norm(), f"layer {layer}"
+
+
+def test_taps_of_another_size_and_of_missing_layers_are_refused(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama")
+    hidden, count = model.decoder.hidden_size, model.spec.num_layers
+    for layers, width, message in (
+        ((0, 1), hidden + 1, "taps are"),
+        ((0, count), hidden, f"layers .* are tapped, and there are {count}"),
+    ):
+        step = step_of(model, *SPANS, taps=StreamTaps(layers, torch.zeros(9, 2, width)))
+        with pytest.raises(ValueError, match=message):
+            model.forward(step)
+
+
 def test_integers_are_read_as_whole_tiles_and_other_packed_weights_are_not() -> None:
     def integers(rows: int) -> IntegerWeight:
         return IntegerWeight(integer_library(), torch.zeros(-(-rows // 16), 2, 320), torch.zeros(1), 4, rows)
@@ -267,6 +299,19 @@ def test_a_step_in_several_calls_computes_shared_blocks_before_they_are_read(
         found = model.forward(whole)
         assert torch.equal(model.forward(first), found[49:])
         assert torch.equal(model.forward(later), found[:19])
+
+
+def test_a_step_in_several_calls_taps_every_token(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama", invariant=True)
+    spans, sizes = ((0, 0, 39), (1, 0, 30), (2, 0, 39)), (108, 2, model.decoder.hidden_size)
+    whole, apart = (StreamTaps((0, 1), torch.zeros(sizes)) for _ in range(2))
+    step = step_of(model, *spans, taps=whole)
+    with torch.inference_mode():
+        model.forward(step)
+        for begin, span in zip((0, 39, 69), spans, strict=True):
+            at = torch.arange(begin, begin + span[2])
+            model.forward(part_of(step, at, segments(span), taps=StreamTaps((0, 1), apart.into[at[0] :])))
+    assert whole.into.count_nonzero() > 0 and torch.equal(whole.into, apart.into)
 
 
 CONFIG: dict[str, Any] = {

@@ -175,7 +175,8 @@ class _Rewriting:
                 name = self._rule_of(node)
                 written.append(f"({name} {self._prefix}i)" if self._ignored else name)
             elif token.kind == "name":
-                if following is not None and following.text == "{" and tokens[at + 1 : at + 2][0].kind == "name":
+                used = tokens[at : at + 2]
+                if len(used) == 2 and used[0].text == "{" and used[1].kind == "name":
                     raise _unsupported(token, "a template")
                 written.append(token.text)
             elif token.text in ("&", "~") and (following is None or following.kind != "number"):
@@ -292,7 +293,7 @@ def _repeated(node: Node, tokens: list[_Token], at: int) -> tuple[Node, int]:
             found = "".join(texts[:size])
         case _:
             return node, at
-    if found not in "*+?" and not re.fullmatch(r"\{[0-9]{0,9}(?:,[0-9]{0,9})?\}", found):
+    if found not in "*+?" and not re.fullmatch(r"\{(?:[0-9]{1,9}(?:,[0-9]{0,9})?|,[0-9]{1,9})\}", found):
         raise _mistake(tokens[at], "a repetition such as {2,3} must stand")
     return _at(tokens[at], lambda: repeated(node, *counts(found))), at + size
 

@@ -83,7 +83,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
 
-    input: str | list[Any] | None = None
+    input: str | list[Any] = field(default_factory=list)
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """Whether to add special tokens to a chat, whose template has its own. It has no effect on an input."""
@@ -164,7 +164,7 @@ async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: Req
 
 async def _prompts(service: Service, wanted: PoolingRequest, tenant: str) -> PoolingRequest:
     """Return the request with a chat as the tokens of its prompt. Raises ApiError."""
-    if (wanted.input is None) == (wanted.messages is None):
+    if (wanted.input == []) == (wanted.messages is None):
         raise invalid("give input or messages, one of them", "input")
     if wanted.messages is None:
         return wanted

@@ -280,7 +280,7 @@ def _expression_of(token: _Token) -> Node:
 
 def _repeated(node: Node, tokens: list[_Token], at: int) -> tuple[Node, int]:
     """Return an expression with the repetition that follows it, and the index after that."""
-    texts = [token.text for token in tokens[at : at + 5]]
+    texts, found = [token.text for token in tokens[at : at + 5]], ""
     match texts:
         case ["*" | "+" | "?" as sign, *_]:
             found, size = sign, 1

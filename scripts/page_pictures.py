@@ -63,6 +63,7 @@ def main() -> int:
         for title in TITLES:
             send(url, "/v1/conversations", {"metadata": {"title": title}})
         copied = send(url, "/v1/conversations/copies", explained())
+        called = send(url, "/v1/conversations/copies", called_tools())
         talk = None
         for device, size in SIZES.items():
             for scheme in ("light", "dark"):
@@ -74,6 +75,10 @@ def main() -> int:
                 talk = talk or hold(page)
                 page.goto(f"{url}/#chat/{talk}")
                 shoot(page, f"chat-{device}-{scheme}")
+                page.goto(f"{url}/#chat/{called['id']}")
+                page.wait_for_selector(".approval")
+                page.wait_for_timeout(300)
+                save(page, f"tools-{device}-{scheme}")
                 page.goto(f"{url}/#chat/{copied['id']}")
                 page.wait_for_selector(".formula .katex")
                 shoot(page, f"markdown-{device}-{scheme}")
@@ -99,6 +104,33 @@ def explained() -> dict[str, Any]:
         "output": [{"role": "assistant", "content": EXPLAINED}],
     }  # fmt: skip
     return {"metadata": {"title": "What is a paged cache?"}, "turns": [turn], "head": "a"}
+
+
+def called_tools() -> dict[str, Any]:
+    """A conversation with a function call that was answered by hand, and a call that waits for approval."""
+    days = [{"day": "Monday", "sky": "clear", "high": 21}, {"day": "Tuesday", "sky": "rain", "high": 17}]
+    asked = {"type": "function_call", "call_id": "call_1", "name": "forecast"}
+    turns = [
+        {
+            "id": "a", "input": [{"role": "user", "content": "How will the weather be?"}],
+            "output": [asked | {"arguments": json.dumps({"city": "Lisbon", "days": 2})}],
+        },
+        {
+            "id": "b", "parent": "a",
+            "input": [{"type": "function_call_output", "call_id": "call_1", "output": json.dumps(days)}],
+            "output": [{"role": "assistant", "content": "Clear on Monday with 21 degrees, and rain on Tuesday."}],
+        },
+        {
+            "id": "c", "parent": "b", "input": [{"role": "user", "content": "Then I sail on Monday. Note it."}],
+            "output": [
+                {
+                    "type": "mcp_approval_request", "server_label": "calendar", "name": "add_event",
+                    "arguments": json.dumps({"day": "Monday", "title": "Sailing"}),
+                },
+            ],
+        },
+    ]  # fmt: skip
+    return {"metadata": {"title": "How will the weather be?"}, "turns": turns, "head": "c"}
 
 
 def hold(page: Page) -> str:

@@ -9,6 +9,8 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.connection import connection_limit
 from holdfast.server.protocol import ApiError
 
+CHECK = "/connect"
+"""End of the path of a handshake's check, an inner GET that finds no response. Its log line is the handshake's."""
 SHARE = 2
 """Divisor of the connection limit that gives the maximum number of WebSockets. The others are left for requests."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from holdfast.server.formats.custom import custom_tool
@@ -13,8 +13,8 @@ from holdfast.server.remote_tools.values import RemoteTool, read_server
 from holdfast.server.search import RESULTS, SEARCH_KINDS, SEARCH_TOOL
 
 MAX_TOOLS = 128
-MOST_PATTERN = 8192
-"""Maximum number of characters of the regular expression of a custom tool's input."""
+MOST_DEFINITION = {"regex": 8192, "lark": 16384}
+"""Maximum number of characters of the expression of a custom tool's input; of the grammars of all tools together."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 Api = Literal["chat", "responses"]
 
@@ -36,7 +36,7 @@ def read_toolset(
     where, chosen = names or ("tools", "tool_choice")
     if len(tools) > MAX_TOOLS:
         raise invalid(f"{where} holds {len(tools)} tools; at most {MAX_TOOLS} are taken", where)
-    read = [_read_tool(tool, f"{where}[{index}]", api) for index, tool in enumerate(tools)]
+    read = list(_read_tools(tools, where, api))
     found = [tool for tool in read if tool is not None]
     awaited = remote is None and len(found) < len(read)
     found += [each.tool for each in (remote or {}).values()]
@@ -69,6 +69,20 @@ def chat_toolset(wanted: ChatRequest) -> Toolset | None:
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     return read_toolset(tools, choice, parallel=False, names=("functions", "function_call"))
+
+
+def _read_tools(tools: Sequence[Any], where: str, api: Api) -> Iterator[Tool | None]:
+    """Read each tool; None for a remote server. Raises ApiError, also if their grammars are too long together."""
+    length, most = 0, MOST_DEFINITION["lark"]
+    for index, given in enumerate(tools):
+        path = f"{where}[{index}]"
+        tool = _read_tool(given, path, api)
+        length += 0 if tool is None else len(tool.grammar)
+        if length > most:
+            raise invalid(
+                f"the grammars of tools up to {path} have {length} characters; at most {most} are taken", path
+            )
+        yield tool
 
 
 def _read_tool(tool: Any, name: str, api: Api) -> Tool | None:
@@ -112,27 +126,34 @@ def _read_custom(tool: Mapping[str, Any], name: str, api: Api) -> Tool:
     if given.get("allowed_callers") not in (None, [], ["direct"]):
         raise invalid(f"{path}.allowed_callers must be direct", f"{path}.allowed_callers", "unsupported_parameter")
     named = read_function({"name": given.get("name"), "description": given.get("description")}, path)
-    return custom_tool(named.name, named.description, _read_pattern(given.get("format"), f"{path}.format", api))
+    syntax, definition, where = _read_format(given.get("format"), f"{path}.format", api)
+    if syntax != "lark":
+        return custom_tool(named.name, named.description, pattern=definition)
+    try:
+        return custom_tool(named.name, named.description, lark=definition)
+    except ValueError as error:
+        raise invalid(f"{where} cannot be followed: {error}", where) from None
 
 
-def _read_pattern(given: Any, path: str, api: Api) -> str | None:
-    """Return the regular expression of a custom tool's format; None for any text. Raises ApiError."""
+def _read_format(given: Any, path: str, api: Api) -> tuple[str, str | None, str]:
+    """Return the syntax of a custom tool's format, its definition, and its place in the request. Raises ApiError.
+
+    The definition is None for any text.
+    """
     match given:
         case None | {"type": "text"}:
-            return None
+            return "text", None, path
         case {"type": "grammar"}:
             inner, place = (given.get("grammar"), f"{path}.grammar") if api == "chat" else (given, path)
         case _:
             raise invalid(f'{path}.type must be "text" or "grammar"', f"{path}.type")
     syntax, text = (inner.get("syntax"), inner.get("definition")) if isinstance(inner, Mapping) else (None, None)
-    if syntax == "lark":
-        reason = f'{place}.syntax is "lark"; a call\'s input is within JSON, for which only "regex" is supported'
-        raise invalid(reason, f"{place}.syntax", "unsupported_parameter")
-    if syntax != "regex":
-        raise invalid(f'{place}.syntax is {shown(syntax)}; supported: "regex"', f"{place}.syntax")
-    if not isinstance(text, str) or not 0 < len(text) <= MOST_PATTERN:
-        raise invalid(f"{place}.definition must be a text of 1 to {MOST_PATTERN} characters", f"{place}.definition")
-    return text
+    if syntax not in ("lark", "regex"):
+        raise invalid(f'{place}.syntax is {shown(syntax)}; supported: "lark" and "regex"', f"{place}.syntax")
+    where, most = f"{place}.definition", MOST_DEFINITION[syntax]
+    if not isinstance(text, str) or not 0 < len(text) <= most:
+        raise invalid(f"{where} must be a text of 1 to {most} characters", where)
+    return syntax, text, where
 
 
 def _read_search(tool: Mapping[str, Any], name: str) -> Tool:

@@ -127,10 +127,31 @@ async def test_a_regular_expression_is_a_pattern_of_the_grammar(http: Http, clie
     assert grammar is not None and "^(?:[a-z]+)$" in grammar.text
 
 
+async def test_a_grammar_is_enforced_as_it_is_written_in_json(http: Http, client: Rounds) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "say" /"[a-z]+"/ "\\n"'}
+    response = await respond(http, tools=[TOOL | {"format": form}])
+    grammar = client.asked[0].params.grammar
+    assert grammar is not None and "%lark" in grammar.text and r"\\\"" in grammar.text
+    assert form["definition"] in json.loads(json.dumps(response["tools"][0]["format"]["definition"]))
+    assert "say" in prompt(client, 0)
+    nested = {"type": "grammar", "grammar": {"syntax": "lark", "definition": form["definition"]}}
+    await chat(http, tools=[{"type": "custom", "custom": CHAT_TOOL["custom"] | {"format": nested}}])
+    assert client.asked[-1].params.grammar == grammar
+
+
+async def test_grammars_that_are_too_long_together_are_refused(http: Http) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /a/ //" + 6000 * "-"}
+    async with http() as api:
+        tools = [TOOL | {"name": f"run{number}", "format": form} for number in range(3)]
+        response = await api.post("/v1/responses", json={"model": "tiny", "input": "Hello", "tools": tools})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[2]") and "at most 16384" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("form", "param"),
     [
-        ({"type": "grammar", "syntax": "lark", "definition": "start: /a/"}, "tools[0].format.syntax"),
+        ({"type": "grammar", "syntax": "lark", "definition": "start: ~/a/"}, "tools[0].format.definition"),
         ({"type": "grammar", "syntax": "ebnf", "definition": "a"}, "tools[0].format.syntax"),
         ({"type": "grammar", "syntax": "regex", "definition": ""}, "tools[0].format.definition"),
         ({"type": "json"}, "tools[0].format.type"),

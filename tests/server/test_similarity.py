@@ -72,9 +72,26 @@ async def test_pooled_vectors_are_normalized_as_the_model_or_the_client_says(htt
     assert plain["data"] == [{"index": 0, "object": "pooling", "data": [3, 0]}]
 
 
+async def test_a_chat_is_pooled_as_its_prompt(http: Http, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.text.opening = "<assistant>"
+    monkeypatch.setitem(VECTORS, "<user>north", (0, 2))
+    monkeypatch.setitem(VECTORS, "<user>north<assistant>", (3, 4))
+    body = {"messages": [{"role": "user", "content": "north"}]}
+    async with http() as api:
+        plain = (await api.post("/pooling", json=body)).json()
+        begun = (await api.post("/pooling", json=body | {"add_generation_prompt": True, "normalize": False})).json()
+    assert [each["data"] for each in (*plain["data"], *begun["data"])] == [[0, 1], [3, 4]]
+    assert plain["usage"]["prompt_tokens"] == len("<user>north")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/pooling", {}, "input"),
+        ("/pooling", {"input": "north", "messages": [{"role": "user", "content": "north"}]}, "input"),
+        ("/pooling", {"messages": []}, "messages"),
+        ("/pooling", {"messages": [{"role": "sailor", "content": "north"}]}, "messages[0].role"),
+        ("/pooling", {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ x }}"}, "chat_template"),
         ("/score", {"text_1": ["north", "east"], "text_2": ["north"]}, "text_1"),
         ("/score", {"text_1": [], "text_2": "north"}, "text_1"),
         ("/score", {"text_1": "north"}, "text_2"),

@@ -1,6 +1,7 @@
 """Custom tools, whose input is any text. A model calls one like a function with a single argument, the input.
 
-So each format of calls can write them, and a regular expression for the input is a pattern of the argument's schema.
+So each format of calls can write them. A regular expression for the input is a pattern of the argument's schema. A
+grammar is rewritten for text within JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from holdfast.lm.grammar.quoted_lark import quoted_lark
 from holdfast.server.formats.toolset import Tool
 
 INPUT = "input"
@@ -20,11 +22,20 @@ STRING = re.compile(rf'(?:[^"\\]|{ESCAPES})*', re.DOTALL)
 """The inside of a JSON string, up to its end or to an escape that is incomplete. A surrogate pair is one escape."""
 
 
-def custom_tool(name: str, description: str = "", pattern: str | None = None) -> Tool:
-    """Return a custom tool. `pattern` is a regular expression that the whole input matches; None: any text."""
-    field = {"type": "string"} | ({} if pattern is None else {"pattern": f"^(?:{pattern})$"})
+def custom_tool(name: str, description: str = "", pattern: str | None = None, lark: str | None = None) -> Tool:
+    """Return a custom tool. The whole input matches `pattern`, a regular expression, or follows `lark`, a grammar.
+
+    If both are None, it is any text. Raises ValueError for a grammar that is not supported within JSON.
+    """
+    if lark is not None:
+        quoted_lark(lark)
+    field = {"type": "string"}
+    if pattern is not None:
+        field["pattern"] = f"^(?:{pattern})$"
+    if lark is not None:
+        field["description"] = f"Text that follows this grammar in Lark:\n{lark}"
     schema = {"type": "object", "properties": {INPUT: field}, "required": [INPUT], "additionalProperties": False}
-    return Tool(name, description, schema, strict=pattern is not None, custom=True)
+    return Tool(name, description, schema, strict=bool(pattern is not None or lark), custom=True, grammar=lark or "")
 
 
 def input_arguments(text: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from holdfast.core.types import Grammar
 from holdfast.lm.grammar.dialects import laid_out
+from holdfast.lm.grammar.quoted_lark import quoted_lark
+from holdfast.server.formats.custom import INPUT
 from holdfast.server.formats.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, NAMESPACE, START
 from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
 from holdfast.server.formats.toolset import Tool, Toolset
@@ -35,12 +37,10 @@ class GrammarText:
     def __init__(self, token: TokenOf) -> None:
         self.token = token
         self.rules: dict[str, str] = {}
-        self.given = ""
-        """Rules from the client's own grammar."""
 
     def written(self, start: str) -> str:
         """Return the whole grammar as text."""
-        rules = "".join(f"{name}: {rule}\n" for name, rule in self.rules.items()) + f"{self.given}\n"
+        rules = "".join(f"{name}: {rule}\n" for name, rule in self.rules.items())
         return f"%llguidance {{}}\nstart: {start}\n{rules}TEXT: /(.|\\n)*/\nBLANKS: /[ \\n]+/\n"
 
     def tag(self, tag: str) -> str:
@@ -64,6 +64,15 @@ class GrammarText:
         self.rules[name] = f"%json {json.dumps(laid_out(schema, lenient=lenient), ensure_ascii=False)}"
         return name
 
+    def arguments(self, at: int, tool: Tool) -> str:
+        """Add a rule for the arguments of a tool, which is number `at`. Returns the rule's name."""
+        name = f"arguments_{at}"
+        if not tool.grammar:
+            return self.schema(name, arguments_schema(tool), lenient=not tool.strict)
+        begin, end = json.dumps({INPUT: "|"}).split("|")
+        self.rules[name] = f"{literal(begin)} %lark {{\n{quoted_lark(tool.grammar)}}} {literal(end)}"
+        return name
+
     def answer(self, given: Grammar) -> str:
         """Add the client's grammar of the whole answer. Returns the name of its rule."""
         if given.kind == "json":
@@ -73,18 +82,14 @@ class GrammarText:
             expression = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", given.text, flags=re.DOTALL)
             self.rules["ANSWER"] = "/(" + expression.replace("\n", r"\n") + ")/"
             return "ANSWER"
-        self.given = re.sub(r"(?m)^[^\S\n]*(%llguidance.*|start(?=\s*[:\[]))", _renamed, given.text)
+        # Within braces, so that its names and what it ignores are its own.
+        self.rules["answer"] = f"%lark {{\n{given.text}\n}}"
         return "answer"
 
     def reasoning(self, open: str, close: str, opened: bool) -> str:
         """Return the expression for reasoning before the answer. `opened`: the prompt ends with the opening tag."""
         thought = self.up_to("thought", close)
         return f"{thought} BLANKS? " if opened else f"({self.tag(open)} {thought} BLANKS?)? "
-
-
-def _renamed(found: re.Match[str]) -> str:
-    """Rename the start rule of a client's grammar, because the combined grammar has its own start rule."""
-    return "answer" if found[1] == "start" else ""
 
 
 def literal(text: str) -> str:
@@ -103,9 +108,9 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 def named(grammar: GrammarText, at: int, tool: Tool, key: str = "arguments") -> str:
     """Return the expression for a call as a JSON object."""
-    schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
+    arguments = grammar.arguments(at, tool)
     before = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-    return f"{literal(before)} {schema} {literal('}')}"
+    return f"{literal(before)} {arguments} {literal('}')}"
 
 
 def any_of(grammar: GrammarText, name: str, rules: Sequence[str]) -> str:
@@ -168,6 +173,8 @@ def xml(grammar: GrammarText, at: int, tool: Tool) -> tuple[str, str] | None:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not schema.keys() <= PLAIN_OBJECT or schema["type"] != "object" or not {*required} <= properties.keys():
         return None
+    if tool.grammar:  # It is written for JSON.
+        return None
     rules = []
     for number, (name, given) in enumerate(properties.items()):
         value = _xml_value(grammar, f"value_{at}_{number}", given)
@@ -228,8 +235,7 @@ def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
             whole = f"{literal('[')} {several(call, literal(', '), toolset)} {literal(']')}"
         else:
             calls = [
-                f"{literal(tool.name)} {grammar.tag(arguments)} "
-                f"{grammar.schema(f'arguments_{at}', arguments_schema(tool), lenient=not tool.strict)}"
+                f"{literal(tool.name)} {grammar.tag(arguments)} {grammar.arguments(at, tool)}"
                 for at, tool in enumerate(toolset.callable)
             ]
             whole = several(any_of(grammar, "call", calls), grammar.tag(tag), toolset)
@@ -247,9 +253,9 @@ def harmony(grammar: GrammarText, toolset: Toolset) -> str:
     """
     calls = []
     for at, tool in enumerate(toolset.callable):
-        schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
+        arguments = grammar.arguments(at, tool)
         to = literal(f"commentary to={NAMESPACE}{tool.name} ")
-        calls.append(f"{to} {grammar.tag(CONSTRAIN)} {literal('json')} {grammar.tag(MESSAGE)} {schema}")
+        calls.append(f"{to} {grammar.tag(CONSTRAIN)} {literal('json')} {grammar.tag(MESSAGE)} {arguments}")
     call = f"{grammar.tag(CHANNEL)} {any_of(grammar, 'call', calls)} {grammar.tag(CALL)}?"
     if toolset.mode == "required":
         return call

@@ -21,6 +21,8 @@ class Tool:
     """Whether each call must follow the schema."""
     custom: bool = False
     """Whether the client sees the call's only argument as a text, instead of arguments as JSON."""
+    grammar: str = ""
+    """Grammar in Lark that the text follows; empty if the schema says all."""
 
     @property
     def schema(self) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ const PAGE = /^\s*(<!doctype html|<html|<svg|<\?xml)/i;
 export class ToolItem {
   constructor(item, name = '') {
     this.name = name;
+    this.language = item.type === 'custom_tool_call' ? 'text' : 'json';
     this.text = '';
     this.summary = el('summary');
     this.body = el('div', { class: 'artefact' });
@@ -27,11 +28,11 @@ export class ToolItem {
     this.summary.replaceChildren(...[titleOf(item, this.name)].flat());
   }
 
-  /** More of a call's arguments. */
+  /** More of a call's arguments, or of its input. */
   push(delta) {
     this.text += delta;
     this.element.open = true;
-    this.body.replaceChildren(codeBlock(this.text, 'json'));
+    this.body.replaceChildren(codeBlock(this.text, this.language));
   }
 
   /** The item as it is now. */
@@ -62,7 +63,7 @@ function titleOf(item, name) {
     case 'mcp_approval_request':
       return ['Wants to call ', el('code', {}, item.name), ` at ${item.server_label}`];
     case 'mcp_approval_response':
-      return [item.approve ? 'Allowed' : 'Refused', ...(name ? [': ', el('code', {}, name)] : [])];
+      return [item.approve ? 'Approved' : 'Denied', ...(name ? [': ', el('code', {}, name)] : [])];
     case 'function_call_output':
     case 'custom_tool_call_output':
       return name ? ['Output of ', el('code', {}, name)] : 'Output of a tool';
@@ -89,7 +90,7 @@ function bodyOf(item) {
     case 'mcp_list_tools':
       return valueView((item.tools ?? []).map((tool) => ({ name: tool.name, description: tool.description ?? '' })), 0);
     case 'mcp_approval_response':
-      return el('p', { class: 'said' }, item.reason || (item.approve ? 'The call was allowed.' : 'The call was refused.'));
+      return el('p', { class: 'said' }, item.reason || (item.approve ? 'The call was approved.' : 'The call was denied.'));
     case 'function_call_output':
     case 'custom_tool_call_output':
       return textView(outputOf(item));
@@ -172,31 +173,52 @@ function listView(values, depth) {
   return depth === 0 ? scrolled('Values', table) : table;
 }
 
-/** A field for the answer to an item: the output of a call, or whether it is allowed. */
-function answerField(item) {
+/** A field for the output of a call. */
+function outputField(item) {
   const id = `answer-${item.id}`;
-  if (item.type === 'mcp_approval_request') {
-    const choice = el('select', { id, class: 'field' }, el('option', { value: '' }, 'Refuse'), el('option', { value: 'yes' }, 'Allow'));
-    const read = () => ({ type: ANSWERS[item.type], approval_request_id: item.id, approve: choice.value === 'yes' });
-    return { read, element: [el('label', { for: id }, 'May ', el('code', {}, item.name), ' be called?'), choice] };
-  }
   const input = el('textarea', { id, class: 'field', rows: 2, spellcheck: 'false', placeholder: 'Text or JSON' });
   const read = () => ({ type: ANSWERS[item.type], call_id: item.call_id, output: input.value });
   return { read, element: [el('label', { for: id }, 'Output of ', el('code', {}, item.name)), input] };
 }
 
-/** Fields for the answers to calls. `send(items)` gets the answers as items. */
+/** Two buttons that decide whether a call is made. `read` is null until one is pressed. */
+function approvalField(item, decided) {
+  let approve = null;
+  const choice = (label, value) => el('button', {
+    type: 'button', class: 'button', 'aria-pressed': 'false', 'aria-label': `${label} ${item.name} at ${item.server_label}`,
+    onclick: (event) => {
+      approve = value;
+      for (const each of event.currentTarget.parentElement.children) each.setAttribute('aria-pressed', String(each === event.currentTarget));
+      decided();
+    },
+  }, label);
+  const read = () => (approve === null ? null : { type: ANSWERS[item.type], approval_request_id: item.id, approve });
+  const question = el('span', {}, 'May ', el('code', {}, item.name), ` be called at ${item.server_label}?`);
+  return { read, element: el('div', { class: 'approval' }, question, el('span', { class: 'choices' }, choice('Approve', true), choice('Deny', false))) };
+}
+
+/**
+ * Fields for the answers to calls. `send(items)` gets the answers as items, and resolves with whether they were taken.
+ * If nothing but approvals is asked, they are sent as soon as the last one is decided.
+ */
 export function answerForm(items, send) {
-  const fields = items.map(answerField);
   const button = el('button', { type: 'submit', class: 'button primary' }, items.length > 1 ? 'Send the answers' : 'Send the answer');
+  const onlyApprovals = items.every((item) => item.type === 'mcp_approval_request');
+  const ready = () => fields.every((each) => each.read() !== null);
+  const decided = () => {
+    button.disabled = !ready();
+    if (onlyApprovals && ready()) form.requestSubmit();
+  };
   const submit = async (event) => {
     event.preventDefault();
-    if (button.disabled) return;
-    button.disabled = true;
+    if (form.inert || !ready()) return;
+    form.inert = true;
     await send(fields.map((each) => each.read()));
-    button.disabled = false;
+    form.inert = false;
   };
-  const form = el('form', { class: 'form answer-form', onsubmit: submit }, fields.map((each) => each.element), el('div', { class: 'dialog-actions' }, button));
+  const fields = items.map((item) => (item.type === 'mcp_approval_request' ? approvalField(item, decided) : outputField(item)));
+  button.disabled = !ready();
+  const form = el('form', { class: 'form answer-form', onsubmit: submit }, fields.map((each) => each.element), onlyApprovals ? null : el('div', { class: 'dialog-actions' }, button));
   form.addEventListener('keydown', (event) => {
     if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });

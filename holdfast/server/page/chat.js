@@ -49,9 +49,14 @@ class Chat {
     this.sidebar = new Sidebar(this.api, this);
     this.title = el('h2', { class: 'thread-title' }, 'New chat');
     this.column = el('div', { class: 'column' });
-    this.column.addEventListener('drawn', () => this.toEnd());
+    this.column.addEventListener('click', (event) => {
+      if (event.target.closest('summary')) this.follows = false; // what opens is what the user wants to see
+    });
     this.thread = el('div', { class: 'thread', tabindex: '0', role: 'region', 'aria-label': 'Conversation', onscroll: () => this.scrolled() }, this.column);
     this.follows = true;
+    this.top = 0; // where the thread was scrolled to last
+    this.sizes = new ResizeObserver(() => this.toEnd());
+    for (const each of [this.column, this.thread]) this.sizes.observe(each);
     this.down = iconButton('down', 'Go to the end', () => this.toEnd(true), { class: 'ghost to-end', hidden: true });
     this.status = el('div', { class: 'sr', role: 'status' });
     this.input = el('textarea', {
@@ -120,6 +125,7 @@ class Chat {
   end() {
     this.run += 1;
     this.live?.leave();
+    this.sizes.disconnect();
     document.removeEventListener('keydown', this.onkey);
     window.removeEventListener('hashchange', this.onhash);
     this.api.onKey.splice(this.api.onKey.indexOf(this.onnewkey), 1);
@@ -291,8 +297,12 @@ class Chat {
 
   scrolled() {
     const { scrollTop, clientHeight, scrollHeight } = this.thread;
-    this.follows = scrollTop + clientHeight > scrollHeight - NEAR_END;
-    this.down.hidden = this.follows;
+    const atEnd = scrollTop + clientHeight > scrollHeight - NEAR_END;
+    // What is not drawn yet has an estimated height. If it grows, the end moves away; only the user scrolls back.
+    if (atEnd) this.follows = true;
+    else if (scrollTop < this.top) this.follows = false;
+    this.top = scrollTop;
+    this.down.hidden = atEnd;
   }
 
   toEnd(always = false) {
@@ -355,7 +365,9 @@ class Chat {
   async answer(turn, outputs) {
     try {
       const { tools: offered } = await this.api.get(`/v1/responses/${turn.id}`);
-      return await this.send(null, turn.id, null, outputs, offered?.length ? { tools: offered } : {});
+      const fields = offered?.length ? { tools: tools.again(offered, this.tools) } : {};
+      this.input.focus(); // the form goes away
+      return await this.send(null, turn.id, null, outputs, fields);
     } catch (error) {
       toast(error.message, 'error');
       return false;
@@ -448,13 +460,8 @@ class Chat {
     if (run !== this.run) return;
     this.live = null;
     this.drawButton();
-    const { follows } = this; // drawing may move the end away
     this.views.get(turn.id)?.drawAnswer();
     this.draw();
-    if (follows) {
-      this.toEnd(true);
-      requestAnimationFrame(() => this.toEnd(true));
-    }
     this.status.textContent = turn.status === 'completed' ? 'The answer is complete.' : `The answer is ${turn.status}.`;
     this.sidebar.touch(this.conversation);
   }
@@ -483,14 +490,13 @@ class Chat {
         break;
       case 'response.output_item.done':
         if (event.item.type !== 'message' && event.item.type !== 'reasoning') view?.item(event.item).whole(event.item);
-        if (this.follows) requestAnimationFrame(() => this.toEnd());
         break;
       case 'response.output_text.delta':
       case 'response.reasoning_text.delta':
-      case 'response.function_call_arguments.delta': {
+      case 'response.function_call_arguments.delta':
+      case 'response.custom_tool_call_input.delta': {
         const type = { output_text: 'message', reasoning_text: 'reasoning' }[event.type.split('.')[1]] ?? 'function_call';
         view?.item({ id: event.item_id, type, name: '' }).push(event.delta);
-        if (this.follows) requestAnimationFrame(() => this.toEnd());
         break;
       }
       case 'response.completed':

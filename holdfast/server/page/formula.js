@@ -44,13 +44,10 @@ async function drawAll() {
     let slice = SLICE.least;
     while (waiting.length > 0) {
       const end = performance.now() + slice;
-      let last = null;
       while (waiting.length > 0 && performance.now() < end) {
         const { element, tex, display, key } = waiting.shift();
         show(element, kept.get(key) ?? keep(key, made(katex, tex, display)));
-        last = element;
       }
-      last?.dispatchEvent(new CustomEvent('drawn', { bubbles: true })); // what is around it has grown
       if (waiting.length === 0) break;
       const before = performance.now();
       await new Promise(requestAnimationFrame);

@@ -1,16 +1,21 @@
-// The tools that a model may call: the server's web search, and functions that the user answers by hand.
+// The tools that a model may call: the server's web search, tools of MCP servers, which the server calls, and functions
+// and custom tools, which the user answers by hand.
 
 import { dialog, el } from './dom.js';
 
 const STORED = 'holdfast.tools';
 const CHOICES = { auto: 'The model decides', required: 'A tool must be called', none: 'No tool is called' };
 const EXAMPLE = `[{"name": "forecast", "description": "The weather of a city",
-  "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]`;
+  "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+ {"type": "mcp", "server_label": "sums", "server_url": "http://localhost:8000/mcp"}]`;
+
+const KINDS = ['function', 'custom', 'mcp'];
+const NAMES = { function: 'name', custom: 'name', mcp: 'server_label' };
 
 export function load() {
   try {
     const found = JSON.parse(localStorage.getItem(STORED) ?? '{}');
-    return { search: found.search === true, functions: readFunctions(found.functions ?? ''), choice: found.choice in CHOICES ? found.choice : 'auto', text: found.functions ?? '' };
+    return { search: found.search === true, functions: readTools(found.functions ?? ''), choice: found.choice in CHOICES ? found.choice : 'auto', text: found.functions ?? '' };
   } catch {
     return { search: false, functions: [], choice: 'auto', text: '' };
   }
@@ -22,8 +27,8 @@ function save({ search, text, choice }) {
   } catch {}
 }
 
-/** Function tools from JSON: a list, in the form of Responses or of chat completions. Throws Error with the reason. */
-export function readFunctions(text) {
+/** Tools from JSON: a list, in the form of Responses or of chat completions. Throws Error with the reason. */
+export function readTools(text) {
   if (!text.trim()) return [];
   let found;
   try {
@@ -32,9 +37,25 @@ export function readFunctions(text) {
     throw new Error(`This is not JSON: ${error.message}`);
   }
   return (Array.isArray(found) ? found : [found]).map((tool, at) => {
-    const { type: _, ...given } = tool?.function ?? tool ?? {};
-    if (typeof given.name !== 'string' || !given.name) throw new Error(`Function ${at + 1} has no name.`);
-    return { type: 'function', ...given };
+    const { type = 'function', ...given } = tool ?? {};
+    if (!KINDS.includes(type)) throw new Error(`Tool ${at + 1} has the type ${JSON.stringify(type)}; it must be ${KINDS.join(', ')}.`);
+    const read = { type, ...(given[type] ?? given) };
+    const name = NAMES[type];
+    if (typeof read[name] !== 'string' || !read[name]) throw new Error(`Tool ${at + 1} has no ${name}.`);
+    return read;
+  });
+}
+
+/**
+ * The tools of an earlier turn, to be offered again. A response does not show the whole address of an MCP server, nor its
+ * token, so these come from the tools that are chosen here. Throws Error for a server that is not among them.
+ */
+export function again(offered, { functions }) {
+  return offered.map((tool) => {
+    if (tool.type !== 'mcp') return tool;
+    const known = functions.find((each) => each.type === 'mcp' && each.server_label === tool.server_label);
+    if (!known) throw new Error(`The MCP server ${tool.server_label} is not among the tools. Add it under Tools, with its address.`);
+    return known;
   });
 }
 
@@ -47,20 +68,20 @@ export function asFields({ search, functions, choice }) {
 
 /** The names of these tools, for people. */
 export function names({ search, functions }) {
-  return [...(search ? ['web search'] : []), ...functions.map((each) => each.name)];
+  return [...(search ? ['web search'] : []), ...functions.map((each) => each[NAMES[each.type]])];
 }
 
 /** Let the user choose the tools. Resolves with them, or null. */
 export function edit(before) {
   return dialog('Tools', (finish) => {
     const search = el('input', { type: 'checkbox', id: 'tools-search', checked: before.search });
-    const functions = el('textarea', { id: 'tools-functions', rows: 7, spellcheck: 'false', class: 'mono', placeholder: EXAMPLE, value: before.text, 'aria-describedby': 'tools-hint tools-error' });
+    const functions = el('textarea', { id: 'tools-functions', rows: 8, spellcheck: 'false', class: 'mono', placeholder: EXAMPLE, value: before.text, 'aria-describedby': 'tools-hint tools-error' });
     const choice = el('select', { id: 'tools-choice' }, Object.entries(CHOICES).map(([value, label]) => el('option', { value, selected: value === before.choice }, label)));
     const error = el('p', { class: 'error', id: 'tools-error', role: 'alert' });
     const submit = (event) => {
       event.preventDefault();
       try {
-        const chosen = { search: search.checked, functions: readFunctions(functions.value), choice: choice.value, text: functions.value };
+        const chosen = { search: search.checked, functions: readTools(functions.value), choice: choice.value, text: functions.value };
         save(chosen);
         finish(chosen);
       } catch (failed) {
@@ -71,9 +92,9 @@ export function edit(before) {
     };
     return el('form', { class: 'form', onsubmit: submit },
       el('label', { class: 'check' }, search, ' Web search, if the server has a search engine (--web-search)'),
-      el('label', { for: 'tools-functions' }, 'Functions'),
+      el('label', { for: 'tools-functions' }, 'Functions, custom tools and MCP servers'),
       functions,
-      el('span', { class: 'hint', id: 'tools-hint' }, 'A list in JSON. The page shows each call with its arguments, and you write the output.'),
+      el('span', { class: 'hint', id: 'tools-hint' }, 'A list in JSON. You write the output of a function or a custom tool. The server calls the tools of an MCP server, if it allows its host (--mcp-allow); an access token here is kept in this browser.'),
       error,
       el('label', { for: 'tools-choice' }, 'When'),
       choice,

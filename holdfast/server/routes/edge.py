@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.engine.logs import fields
 from holdfast.server.replies import RequestUsage
+from holdfast.server.sockets import CHECK
 from holdfast.server.time_spent import TimeSpent, watched
 from holdfast.server.tracing import Tracing
 
@@ -21,6 +22,8 @@ MAX_ID = 128
 """Maximum number of characters of a client's request id."""
 MAX_SHOWN = 256
 """Maximum number of characters of a path in the log."""
+UPGRADED = 101
+"""Logged status of a WebSocket's handshake that is accepted."""
 LEFT = 499
 """Logged status of a request whose client disconnected before its answer began."""
 
@@ -82,6 +85,9 @@ class Edge:
                 seconds = time.monotonic() - began
                 if self.tracing is not None and span is not None:
                     self.tracing.end(span, status, state.get("usage"), seconds)
+                if state.get("handshake"):  # Nothing is missing: a connection begins, or its headers are refused.
+                    scope = {**scope, "path": scope["path"].removesuffix(CHECK)}
+                    status, size = (UPGRADED, 0) if status == 404 else (status, size)
                 self.note(Ended(scope, state, id.decode(), status, size, seconds), spent)
 
     def note(self, ended: Ended, spent: TimeSpent) -> None:

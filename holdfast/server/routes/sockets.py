@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.protocol import ApiError, invalid, read_object
 from holdfast.server.replies import encode
-from holdfast.server.sockets import OpenSockets
+from holdfast.server.sockets import CHECK, OpenSockets
 
 log = logging.getLogger("holdfast.server")
 
@@ -79,7 +79,8 @@ class Sockets:
 
     async def _admitted(self, scope: Scope) -> tuple[Mapping[str, Any], ApiError | None]:
         """Return the state of a request with the handshake's headers, and the error if it is refused."""
-        inner = request_scope(scope, "GET", f"{self._root}{PATH}/connect")
+        inner = request_scope(scope, "GET", f"{self._root}{PATH}{CHECK}")
+        inner["state"]["handshake"] = True
         status, body = 500, b""
 
         async def sent(message: Message) -> None:

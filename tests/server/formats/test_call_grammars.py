@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -14,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.lm.grammar.compiler import GrammarCompiler
-from holdfast.server.formats.parts import Arguments, CallBegin, Reasoning, Said
+from holdfast.server.formats.custom import custom_tool
+from holdfast.server.formats.parts import Arguments, CallBegin, Input, Reasoning, Said
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.formats.toolset import Tool, Toolset
 
@@ -141,6 +143,37 @@ def test_every_answer_that_follows_the_grammar_is_read_as_valid_calls(
     text.close()
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("tokens", ["special", "text"])
+@pytest.mark.parametrize("name", list(SPECIAL))
+def test_the_input_of_every_call_follows_the_grammar_of_its_tool(name: str, tokens: str, parallel: bool) -> None:
+    text = text_of(SPECIAL[name] if tokens == "special" else ())
+    model = Model(text, seed=len(name))
+    lines = custom_tool(
+        "lines", lark='start: (WORD ";")~1..2 "\\n"\nWORD: /"[^";]{0,2}"/ | /[a-z\\t]{1,3}/\n%ignore /[ \\n]/'
+    )
+    toolset = Toolset((lines, custom_tool("digits", pattern="[0-9]{2}\\n"), LOOSE), "required", parallel)
+    reading = Reading(AnswerFormat.find(text, name, "none" if tokens == "text" else None), toolset, {})
+    grammar = reading.constrained(SamplingParams(max_tokens=9)).grammar
+    assert grammar is not None
+    inputs: dict[str, list[str]] = {"lines": [], "digits": [], "now": []}
+    for _ in range(24):
+        if (answer := model.answer(grammar)) is None:
+            continue
+        called = ""
+        for part in reading.reader().push(TextStream(text, shown=reading.shown).push(answer, last=True), last=True):
+            if isinstance(part, CallBegin):
+                called = part.name
+                inputs[called].append("")
+            elif isinstance(part, Input):
+                inputs[called][-1] += part.text
+    assert len(inputs["lines"]) > 1
+    line = r'(("[^";]{0,2}"|[a-z\t]{1,3})[ \n]*;[ \n]*){1,2}\n[ \n]*'
+    assert [each for each in inputs["lines"] if not re.fullmatch(line, each)] == []
+    assert [each for each in inputs["digits"] if not re.fullmatch(r"[0-9]{2}\n", each)] == []
+    text.close()
+
+
 def test_a_named_function_is_the_only_one_that_can_be_called() -> None:
     text = text_of(SPECIAL["hermes"])
     model = Model(text, seed=3)
@@ -159,6 +192,7 @@ def test_a_named_function_is_the_only_one_that_can_be_called() -> None:
         Grammar("json", '{"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2}'),
         Grammar("regex", r"\[[0-9]{1,2}(/|\n)?\]"),
         Grammar("lark", 'start: "[" NUMBER "]"\nNUMBER: /[0-9]{1,2}/'),
+        Grammar("lark", '%llguidance {}\nstart: TEXT call\nTEXT: /\\[[0-9]/\ncall: answer\nanswer: "]"\n%ignore /x/'),
     ],
 )
 @pytest.mark.parametrize("with_tools", [False, True])

@@ -205,7 +205,11 @@ def test_a_function_call_is_shown_as_a_table_and_answered_by_hand(page: Any, ser
 
 
 def test_tools_that_are_not_json_are_refused_with_the_reason(page: Any, server: Any) -> None:
-    for text, reason in (("[{", "This is not JSON"), ('[{"description": "x"}]', "Function 1 has no name")):
+    for text, reason in (
+        ("[{", "This is not JSON"),
+        ('[{"description": "x"}]', "Tool 1 has no name"),
+        ('{"type": "mcp"}', "Tool 1 has no server_label"),
+    ):
         offer(page, text)
         page.wait_for_selector(f"#tools-error:has-text('{reason}')")
         page.keyboard.press("Escape")
@@ -219,6 +223,74 @@ def copied(server: Any, turns: Sequence[dict[str, Any]]) -> str:
     made = httpx.post(f"{server.url}/v1/conversations/copies", json={"turns": turns, "head": turns[-1]["id"]})
     assert made.status_code == 200, made.text
     return f"{server.url}/#chat/{made.json()['id']}"
+
+
+MCP = {"type": "mcp", "server_label": "sea", "server_url": "http://sea.example/mcp", "authorization": "secret"}
+
+
+def requests(*names: str) -> dict[str, Any]:
+    """Return a turn that waits for approval of calls of these tools."""
+    calls = [
+        {"id": f"mcpr_{name}", "type": "mcp_approval_request", "server_label": "sea", "name": name, "arguments": "{}"}
+        for name in names
+    ]
+    return {"id": "a", "input": [{"role": "user", "content": "When?"}], "output": calls}
+
+
+def refuse_turns(page: Any, offered: list[dict[str, Any]]) -> None:
+    """Refuse each turn that the page sends. The last response shows these tools."""
+    page.route("**/v1/responses", lambda route: route.fulfill(status=400, json={"error": {"message": "no room"}}))
+    page.route("**/v1/responses/*", lambda route: route.fulfill(json={"tools": offered}))
+
+
+def sent_by(page: Any, label: str) -> dict[str, Any]:
+    """Press a button. Returns the turn that the page sends."""
+    with page.expect_request("**/v1/responses") as request:
+        page.get_by_label(label).click()
+    return dict(request.value.post_data_json)
+
+
+def test_a_call_that_waits_for_approval_is_approved_with_the_servers_whole_address(page: Any, server: Any) -> None:
+    page.goto(copied(server, [requests("tides")]))
+    offer(page, json.dumps([MCP]))
+    refuse_turns(page, [MCP | {"server_url": "http://sea.example", "authorization": None}])
+    sent = sent_by(page, "Approve tides at sea")
+    (answer,) = sent["input"]
+    assert answer["approval_request_id"].startswith("mcpr_")
+    assert (answer["type"], answer["approve"], sent["tools"]) == ("mcp_approval_response", True, [MCP])
+    assert sent_by(page, "Deny tides at sea")["input"][0]["approve"] is False, "a refused turn can be sent again"
+
+
+def test_several_approvals_are_sent_when_the_last_one_is_decided(page: Any, server: Any) -> None:
+    page.goto(copied(server, [requests("tides", "winds")]))
+    offer(page, json.dumps([MCP]))
+    refuse_turns(page, [MCP])
+    page.get_by_label("Approve tides at sea").click()
+    assert page.get_by_label("Approve tides at sea").get_attribute("aria-pressed") == "true"
+    answers = sent_by(page, "Deny winds at sea")["input"]
+    assert [each["approve"] for each in answers] == [True, False]
+    assert len({each["approval_request_id"] for each in answers}) == 2
+
+
+def test_an_approval_without_the_servers_address_says_what_to_add(page: Any, server: Any) -> None:
+    page.goto(copied(server, [requests("tides")]))
+    refuse_turns(page, [MCP])
+    page.get_by_label("Approve tides at sea").click()
+    page.wait_for_selector(".toast:has-text('The MCP server sea is not among the tools')")
+
+
+def test_a_form_at_the_end_of_a_conversation_is_in_sight(page: Any, server: Any) -> None:
+    long = {
+        "input": [{"role": "user", "content": "Go on."}],
+        "output": [{"role": "assistant", "content": "A line.\n\n" * 60}],
+    }
+    turns = [long | {"id": f"t{at}", "parent": f"t{at - 1}" if at else None} for at in range(4)]
+    page.goto(copied(server, [*turns, requests("tides", "winds") | {"parent": "t3"}]))
+    page.wait_for_selector(".answer-form")
+    page.wait_for_function(
+        """() => document.querySelector('.answer-form').getBoundingClientRect().bottom
+            <= document.querySelector('.thread').getBoundingClientRect().bottom"""
+    )
 
 
 def test_the_pages_of_a_web_search_are_listed_with_links(page: Any, server: Any) -> None:

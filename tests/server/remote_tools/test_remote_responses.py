@@ -7,16 +7,21 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeClient, Rounds, engine_info
+from serving import listening
+from sqlalchemy import update
 
-from holdfast.server.conversations import server_tools
+from holdfast.server.conversations import server_tools, service
+from holdfast.server.conversations.database import Database, leases
 from holdfast.server.remote_tools.hosts import AllowedHosts
 from holdfast.server.remote_tools.values import RemoteFault, RemoteServer, Result
 
@@ -412,3 +417,33 @@ async def test_counting_and_compacting_ask_no_server(api: httpx.AsyncClient, cli
     client.texts = ("A summary.",)
     assert (await api.post("/v1/responses/compact", json=body)).status_code == 200
     assert remote.headers == []
+
+
+async def test_a_response_whose_server_is_killed_fails_at_another_one_and_its_conversation_goes_on(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RENEW_SECONDS", 3600)
+    monkeypatch.setattr(service, "SWEEP_SECONDS", 0.02)
+    remote.together = asyncio.Barrier(2)
+    engines = [Rounds(engine_info(max_model_len=8192), adopts=True) for _ in range(2)]
+    path = str(tmp_path / "s.sqlite")
+    async with AsyncExitStack() as held:
+        clients = []
+        for engine in engines:
+            engine.texts = (call(harbour="Dover"), "At| six.")
+            server = await held.enter_async_context(listening(engine, mcp_allow=("sea.example",), store=path))
+            clients.append(await held.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=60)))
+        here, there = clients
+        talk = (await there.post("/v1/conversations", json={})).json()["id"]
+        begun = (await post(here, background=True, conversation=talk))["id"]
+        while not remote.called:
+            await asyncio.sleep(0.002)
+        with Database(path).write() as db:
+            db.execute(update(leases).values(seen=1))  # The server was killed a while ago.
+        found = (await there.get(f"/v1/responses/{begun}")).json()
+        assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
+        assert "secret" not in json.dumps(found)
+        remote.together = None
+        later = await post(there, conversation=talk)
+        assert kinds(later) == ["mcp_list_tools", "mcp_call", "message"]
+        assert len(remote.called) == 2, "another server does not repeat a call that may have done something"

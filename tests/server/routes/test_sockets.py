@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -67,6 +68,21 @@ async def test_a_turn_has_the_events_of_a_stream(server: Listening) -> None:
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].response.output_text == ANSWER
+
+
+async def test_the_log_shows_a_handshake_and_its_turns(server: Listening, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast.requests"):
+        async with connected(server) as connection:
+            await turn(connection, input="hello")
+        with pytest.raises(Exception, match="401"):
+            async with connected(server, "wrong"):
+                pass
+    found = [line.partition(" id=")[0].split()[:3] for line in caplog.messages if "/v1/responses" in line]
+    assert sorted(found) == [
+        ["GET", "/v1/responses", "101"],
+        ["GET", "/v1/responses", "401"],
+        ["POST", "/v1/responses", "200"],
+    ]
 
 
 async def test_turns_that_are_not_stored_go_on_within_their_connection(server: Listening, client: FakeClient) -> None:

@@ -9,6 +9,7 @@ or leaves nothing: a SQLite file is filled under another name, and PostgreSQL is
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import sqlite3
 import time
@@ -296,6 +297,8 @@ def fill_sqlite(file: Path, count: int, writer: Writer) -> None:
         db.execute("COMMIT")
         _set_fts(db, hashsize=FTS_DEFAULT, automerge=0)
         db.execute("PRAGMA journal_mode=WAL")
+    with file.open("rb") as written:  # Or else the first flush of a turn would take as long as the whole file.
+        os.fsync(written.fileno())
 
 
 COUNTED = f"""{counters.name} (tenant, shard, threads, conversations, items, bytes)

@@ -75,10 +75,9 @@ class Followed(NamedTuple):
     conversation: str = ""
     """Id of the conversation that `{here}` finds."""
     thread: str = ""
-    """Id of the conversation's thread."""
+    """Id of the conversation's thread; empty if it is read from the conversation."""
 
 
-OF_ITEM = "(SELECT c.thread FROM conversations AS c WHERE c.id = {row}.conversation)"
 FOLLOWED = (
     Followed("INSERT ON threads", MADE + "t.id = NEW.id"),
     Followed(
@@ -101,7 +100,6 @@ FOLLOWED = (
             "UPDATE listed SET preview = NULL WHERE {here}",
             f"{row}.position < {FIRST_ITEMS}",
             conversation=f"{row}.conversation",
-            thread=OF_ITEM.format(row=row),
         )
         for change, row in (("INSERT", "NEW"), ("DELETE", "OLD"))
     ),
@@ -142,7 +140,8 @@ def _name(followed: Followed) -> str:
 
 
 def _sqlite(db: Connection, followed: Followed) -> None:
-    place = f"FROM threads AS t WHERE t.id = {followed.thread}"
+    thread = followed.thread or f"(SELECT c.thread FROM conversations AS c WHERE c.id = {followed.conversation})"
+    place = f"FROM threads AS t WHERE t.id = {thread}"
     here = f"tenant = (SELECT t.tenant {place}) AND active = (SELECT t.active {place})"
     statement = followed.statement.format(
         here=f"{here} AND conversation = {followed.conversation}", empty=EMPTY["sqlite"]
@@ -153,14 +152,21 @@ def _sqlite(db: Connection, followed: Followed) -> None:
 
 
 def _postgresql(db: Connection, followed: Followed) -> None:
-    """Create a trigger. It locks the thread, because a row that changes its place meanwhile would not be found."""
+    """Create a trigger. It locks the thread, because a row that changes its place meanwhile would not be found.
+
+    A conversation is locked before its thread, as turns do, so that no two transactions wait for each other.
+    """
     here = f"tenant = place.tenant AND active = place.active AND conversation = {followed.conversation}"
     statement = followed.statement.format(here=here, empty=EMPTY["postgresql"])
-    find = f"SELECT * INTO place FROM threads WHERE id = {followed.thread} FOR NO KEY UPDATE;"
+    find = f"threads AS t WHERE t.id = {followed.thread} FOR NO KEY UPDATE"
+    if not followed.thread:
+        find = "conversations AS c JOIN threads AS t ON t.id = c.thread "
+        find += f"WHERE c.id = {followed.conversation} FOR NO KEY UPDATE OF c, t"
     name = _name(followed)
     db.exec_driver_sql(
         f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE place threads%%ROWTYPE; "
-        f"BEGIN {find if followed.thread else ''} {statement}; RETURN NULL; END $$"
+        f"BEGIN {f'SELECT t.* INTO place FROM {find};' if followed.conversation else ''} {statement}; "
+        "RETURN NULL; END $$"
     )
     db.exec_driver_sql(
         f"CREATE TRIGGER {name} AFTER {followed.change} FOR EACH ROW WHEN ({followed.condition}) "

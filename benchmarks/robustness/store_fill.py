@@ -73,7 +73,7 @@ class Writer:
 
 
 class Dialect(NamedTuple):
-    """What two kinds of SQL write differently."""
+    """Expressions that two kinds of SQL write differently."""
 
     hex8: str
     """Eight hexadecimal digits of `{x}`."""
@@ -141,7 +141,7 @@ class Rows(NamedTuple):
 
     @property
     def rare(self) -> str:
-        """What the first message ends with."""
+        """Text at the end of the first message."""
         return f"CASE WHEN n % 10000 = 0 THEN ' {RARE}' ELSE '' END"
 
     def message(self, place: int) -> str:
@@ -246,7 +246,7 @@ def fill(where: str, count: int, writer: Writer, opened: Callable[[str], Store])
     began = time.perf_counter()
     assert file is not None
     building = file.with_name(f"{file.name}.filling")
-    for each in building.parent.glob(f"{building.name}*"):  # What a fill left that was ended.
+    for each in building.parent.glob(f"{building.name}*"):  # Files of a fill that was ended.
         each.unlink()
     opened(str(building)).close()
     fill_sqlite(building, count, writer)

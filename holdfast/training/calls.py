@@ -198,8 +198,8 @@ def result_path(directory: Path, number: int) -> Path:
 def write_call(directory: Path, call: Call, data: Sequence[Datum] = ()) -> None:
     """Write a call to its file, in place of an earlier one of this number. It is on the disk when this returns.
 
-    If data have different numbers of targets for a token, all get the largest number. What fills them up counts for
-    nothing: its weight is 0. Raises ValueError, naming a datum by its number from 0, for data that the loss cannot
+    If data have different numbers of targets for a token, all get the largest number. The added targets count for
+    nothing: their weight is 0. Raises ValueError, naming a datum by its number from 0, for data that the loss cannot
     take. No file is written then.
     """
     import numpy as np

@@ -67,9 +67,9 @@ class Followed(NamedTuple):
     """A kind of change that the rows follow, in SQL. OLD and NEW are the changed row before and after."""
 
     change: str
-    """What is done, and the table; for an update also the column."""
+    """Kind of change, and the table; for an update also the column."""
     statement: str
-    """What is done to the rows of the list. `{here}` finds the row of a conversation."""
+    """Statement that changes the rows of the list. `{here}` finds the row of a conversation."""
     condition: str = "TRUE"
     """Condition under which it is done."""
     conversation: str = ""

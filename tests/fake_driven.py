@@ -70,10 +70,10 @@ class DrivenJob:
     def compute(self, number: int) -> CallResult:
         call, data = read_call(self.directory, number, LIMITS)
         if call.scores:
-            ends = np.cumsum(data.lengths)[:-1]
-            logprobs = np.split((self.value - data.targets / 256).astype(np.float32), ends)
+            scores = (self.value - data.targets / 256).astype(np.float32)
+            logprobs = data.trimmed(scores)
             weights = data.arrays.get("weights", data.arrays.get("advantages", np.ones(len(data.targets))))
-            loss = float(-(weights * np.concatenate(logprobs)).sum())
+            loss = float(-(weights * scores).sum())
             self.gradient += float(weights.sum()) if call.kind == "forward_backward" else 0.0
             return CallResult(number, {"loss:sum": loss}, logprobs)
         getattr(self, call.kind)(call)

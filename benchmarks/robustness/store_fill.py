@@ -1,44 +1,49 @@
-"""Bulk rows for a store of millions of conversations: drawn messages, written past the API into the schema's tables.
+"""Fills an empty store with millions of conversations: the database's own SQL makes the rows that the API would store.
 
 Half of the conversations belong to one tenant, and the others to a thousand tenants. Each conversation has a title and
-two messages, and one in ten has a turn. The words are drawn from 20,000, the common ones more often. Each batch is one
-transaction, so a filling that was stopped goes on with the next one.
+two messages, and one in ten has a turn. The words are drawn from 20,000, the common ones more often, and two messages
+in 20,000 have the same text. Indexes are built at the end by sorting, and counters are counted then. A fill is whole
+or leaves nothing: a SQLite file is filled under another name, and PostgreSQL is filled within one transaction.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, insert, select, text
-from sqlalchemy.schema import CreateIndex
+from sqlalchemy import Connection, Table, text
+from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 
+from holdfast.server.conversations.counters import counters
 from holdfast.server.conversations.database import conversations, items, threads, turns
-from holdfast.server.conversations.search_index import CONVERSATIONS, PLACES, WORDS_INDEX, indexed, tenants
+from holdfast.server.conversations.list_rows import PREVIEW, listed
+from holdfast.server.conversations.search_index import CONVERSATIONS, PLACES, indexed
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.words import joined, words_of
-from holdfast.server.replies import encode
 
 LARGE = "large"
 OTHERS = 1000
-AT_ONCE = 20_000
-"""Number of conversations that one transaction stores."""
+"""Number of the other tenants."""
 RARE = "quokka"
 """Word in one of 10,000 conversations."""
 DAY = 86400.0
 TEXTS = 20_000
 """Number of texts from which a message's text is drawn."""
-SQLITE_FILLING = (
-    "PRAGMA synchronous=OFF", "PRAGMA secure_delete=OFF", "PRAGMA cache_size=-1500000",
-    "PRAGMA wal_autocheckpoint=100000", "INSERT INTO search_text (search_text, rank) VALUES ('hashsize', 134217728)",
-    "INSERT INTO search_text (search_text, rank) VALUES ('automerge', 8)",
-)  # fmt: skip
-"""Settings of the filling connection: nothing is flushed, and the index's words are sorted in memory."""
-HASH_SIZE = 1 << 20
-"""FTS5's own `hashsize` in bytes."""
+TOKENS = 100
+"""Number of tokens of a turn. All have the id 1."""
+SORT_BYTES = 1 << 30
+"""Memory in which an index is sorted, and the size of SQLite's page cache, in bytes."""
+HASH_SIZE = 1 << 27
+"""Bytes of words that FTS5 collects in memory before it writes them."""
+FTS_DEFAULT = 1 << 20
+"""FTS5's own number of these bytes."""
 
 
 def name(number: int) -> str:
@@ -51,190 +56,369 @@ def tenant_of(number: int) -> str:
     return LARGE if number % 2 == 0 else f"tenant{number // 2 % OTHERS}"
 
 
-class Text(NamedTuple):
-    """A text and its words, as the index of a search holds them."""
-
-    said: str
-    words: frozenset[str]
-
-
 class Writer:
-    """Draws messages of a number of words."""
+    """Draws texts of a number of words."""
 
     def __init__(self, draw: random.Random, words: int) -> None:
         self._draw = draw
         letters = "abcdefghijklmnopqrstuvwxyz"
         known = ["the", *("".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(20_000))]
         weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(len(known))))
-        said = (" ".join(draw.choices(known, cum_weights=weights, k=words)) for _ in range(TEXTS))
-        self._texts = [Text(each, frozenset(words_of(each))) for each in said]
-
-    def text(self) -> Text:
-        """Return one of the texts."""
-        return self._draw.choice(self._texts)
+        self.texts = [" ".join(draw.choices(known, cum_weights=weights, k=words)) for _ in range(TEXTS)]
 
     def message(self, id: str, role: str) -> dict[str, Any]:
         """Return a message with one of the texts."""
-        return message(id, role, self.text().said)
+        content = [{"type": "input_text", "text": self._draw.choice(self.texts)}]
+        return {"id": id, "type": "message", "role": role, "content": content}
 
 
-def message(id: str, role: str, said: str) -> dict[str, Any]:
-    """Return a message in the API's shape."""
-    return {"id": id, "type": "message", "role": role, "content": [{"type": "input_text", "text": said}]}
+class Dialect(NamedTuple):
+    """Expressions that two kinds of SQL write differently."""
+
+    hex8: str
+    """Eight hexadecimal digits of `{x}`."""
+    blob: str
+    """Bytes of the text `{x}`."""
+    numbers: str
+    """Subquery of the numbers `n` from 0 on, below `{end}`."""
+    tokens: str
+    """Bytes of TOKENS tokens."""
+    floor: str
+    """The whole number below `{x}`."""
+
+
+SQLITE = Dialect(
+    "printf('%08x', {x})",
+    "CAST({x} AS BLOB)",
+    "(WITH RECURSIVE k (n) AS (SELECT 0 WHERE {end} > 0 UNION ALL SELECT n + 1 FROM k WHERE n + 1 < {end}) "
+    "SELECT n FROM k)",
+    f"X'{'01000000' * TOKENS}'",
+    "CAST({x} AS INTEGER)",
+)
+POSTGRESQL = Dialect(
+    "lpad(to_hex({x}), 8, '0')",
+    "convert_to({x}, 'UTF8')",
+    "(SELECT n FROM generate_series(0::bigint, {end} - 1) AS n)",
+    f"'\\x{'01000000' * TOKENS}'::bytea",
+    "floor({x})::bigint",
+)
 
 
 class Rows(NamedTuple):
-    """Rows of some conversations, by table, each with all columns in the table's order."""
+    """SQL of the rows of each table: expressions of a conversation's number `n` and of its texts."""
 
-    threads: list[tuple[Any, ...]]
-    conversations: list[tuple[Any, ...]]
-    items: list[tuple[Any, ...]]
-    turns: list[tuple[Any, ...]]
-    search_conversations: list[tuple[Any, ...]]
-    documents: list[tuple[int, Sequence[str]]]
-    """Number and words of each document of the index."""
+    sql: Dialect
+    count: int
+    """Number of conversations."""
+    began: float
+    """Time of the first conversation's last activity. The others follow 1 ms after each other."""
+
+    @property
+    def id(self) -> str:
+        """Id of a conversation: `name`."""
+        scattered = self.sql.hex8.format(x="(n * 2654435761) & 4294967295")
+        return f"'conv_' || {scattered} || {self.sql.hex8.format(x='n')}"
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of a conversation: `tenant_of`."""
+        return f"CASE WHEN n % 2 = 0 THEN '{LARGE}' ELSE 'tenant' || (n / 2 % {OTHERS}) END"
+
+    @property
+    def tenant_number(self) -> str:
+        """Number of a conversation's tenant in the index of a search."""
+        return f"CASE WHEN n % 2 = 0 THEN 1 ELSE n / 2 % {OTHERS} + 2 END"
+
+    @property
+    def active(self) -> str:
+        """Time of a conversation's last activity in seconds."""
+        return f"({self.began!r} + CAST(n AS FLOAT) / 1000)"
+
+    @property
+    def title(self) -> str:
+        """A conversation's metadata as text."""
+        return "'{\"title\":\"number ' || n || '\"}'"
+
+    @property
+    def rare(self) -> str:
+        """Text at the end of the first message."""
+        return f"CASE WHEN n % 10000 = 0 THEN ' {RARE}' ELSE '' END"
+
+    def message(self, place: int) -> str:
+        """Return one of the two messages as text."""
+        role, said = (("user", f"asked.said || {self.rare}"), ("assistant", "answered.said"))[place]
+        before = f'_{place}","type":"message","role":"{role}","content":[{{"type":"input_text","text":"'
+        return f"""'{{"id":"msg_' || n || '{before}' || {said} || '"}}]}}'"""
+
+    @property
+    def response(self) -> str:
+        """A turn's response as text."""
+        fields = '","status":"completed","created_at":0,"metadata":{},"output":['
+        return f"""'{{"id":"resp_' || n || '{fields}' || {self.message(1)} || ']}}'"""
+
+    @property
+    def source(self) -> str:
+        """All conversations with their texts, in the order of their creation."""
+        return self.texts(f"{self.sql.numbers.format(end=self.count)} AS numbers")
+
+    @staticmethod
+    def texts(numbers: str) -> str:
+        """Return conversations `n` with their texts."""
+        asked = f"asked.number = ((n * 2654435761) & 4294967295) / 4096 % {TEXTS}"
+        answered = f"answered.number = ((n * 2246822519) & 4294967295) / 4096 % {TEXTS}"
+        return (
+            f"{numbers} CROSS JOIN fill_texts AS asked CROSS JOIN fill_texts AS answered WHERE {asked} AND {answered}"
+        )
+
+    def by_tenant(self, order: str) -> Iterator[str]:
+        """Yield conversations with their texts, one tenant after another, each in the order of creation."""
+        yield self.texts(
+            f"(SELECT 2 * n AS n FROM {self.sql.numbers.format(end=(self.count + 1) // 2)} AS k) AS numbers"
+        )
+        each = f"(SELECT number - 2 AS own FROM search_tenants WHERE number > 1 ORDER BY {order} LIMIT {OTHERS})"
+        several = self.sql.numbers.format(end=self.count // (2 * OTHERS) + 1)
+        n = f"2 * own + 1 + {2 * OTHERS} * n"
+        yield self.texts(
+            f"(SELECT {n} AS n FROM {each} AS others CROSS JOIN {several} AS k WHERE {n} < {self.count}) AS numbers"
+        )
+
+    def of_tables(self) -> Iterator[tuple[Table, str]]:
+        """Yield each table with the query of its rows, in the order of its columns."""
+        blob, title, first, second = self.sql.blob, self.title, self.message(0), self.message(1)
+        created = self.sql.floor.format(x=self.active)
+        of_turn = f"length({self.response}) + length({first}) + 2 + 2 + {4 * TOKENS}"  # With the brackets of two lists.
+        size = f"length({title}) + length({first}) + length({second}) + CASE WHEN n % 10 = 0 THEN {of_turn} ELSE 0 END"
+        head = "CASE WHEN n % 10 = 0 THEN 'resp_' || n END"
+        own = f"{self.id}, {self.tenant}"
+        yield threads, f"SELECT {own}, {self.active}, {size} FROM {self.source}"
+        about = f"{created}, {blob.format(x=title)}"
+        yield conversations, f"SELECT {self.id}, {self.id}, {self.tenant}, {about}, {head} FROM {self.source}"
+        item = f"CASE place WHEN 0 THEN {first} ELSE {second} END"
+        yield (
+            items,
+            (
+                f"SELECT {self.id}, place, 'msg_' || n || '_' || place, {blob.format(x=item)} "
+                f"FROM {self.texts(f'{self.sql.numbers.format(end=self.count)} AS numbers CROSS JOIN fill_places')}"
+            ),
+        )
+        tenth = f"(SELECT 10 * n AS n FROM {self.sql.numbers.format(end=(self.count + 9) // 10)} AS k) AS numbers"
+        asked, nothing, empty = f"'[' || {first} || ']'", blob.format(x="''"), blob.format(x="'[]'")
+        yield (
+            turns,
+            (
+                f"SELECT 'resp_' || n, {own}, NULL, TRUE, 'completed', {blob.format(x=self.response)}, "
+                f"{blob.format(x=asked)}, {empty}, 0, {self.sql.tokens}, 0, {nothing} FROM {self.texts(tenth)}"
+            ),
+        )
+        yield indexed, f"SELECT n + 1, {self.id}, {self.tenant_number} FROM {self.source}"
+        said = blob.format(x=f"substr(asked.said || {self.rare}, 1, {PREVIEW})")
+        for source in self.by_tenant("tenant"):
+            yield listed, f"SELECT {self.tenant}, {self.active}, {self.id}, {self.id}, {about}, {said} FROM {source}"
+
+    def documents(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield queries of the documents of a search, in the order of their numbers. `words` is for each place."""
+        number = f"({self.tenant_number} * {CONVERSATIONS} + n + 1) * {PLACES} + place"
+        said = "CASE place " + " ".join(f"WHEN {place} THEN {each}" for place, each in enumerate(words)) + " END"
+        for source in self.by_tenant("number"):
+            documents = source.replace(" AS numbers", " AS numbers CROSS JOIN fill_documents", 1)
+            yield f"SELECT {number}, {said} FROM {documents}"
 
 
-def rows_of(numbers: Iterable[int], writer: Writer, now: float) -> Rows:
-    """Return the rows that the API's calls would have stored for these conversations, in the order of their ids."""
-    rows = Rows([], [], [], [], [], [])
-    for number in sorted(numbers, key=name):
-        id, tenant, title = name(number), tenant_of(number), f"number {number}"
-        of_tenant = 1 if tenant == LARGE else int(tenant.removeprefix("tenant")) + 2
-        first = (of_tenant * CONVERSATIONS + number + 1) * PLACES
-        asked, answered = writer.text(), writer.text()
-        rare = (RARE,) if number % 10_000 == 0 else ()
-        said = [
-            message(f"msg_{number}_0", "user", " ".join((asked.said, *rare))),
-            message(f"msg_{number}_1", "assistant", answered.said),
-        ]
-        blobs = [encode(each) for each in said]
-        rows.documents.append((first, ("number", str(number))))
-        rows.documents.append((first + 1, (*asked.words, *rare)))
-        rows.documents.append((first + 2, tuple(answered.words)))
-        active = now - DAY + number / 1000
-        rows.threads.append((id, tenant, active, sum(map(len, blobs))))
-        head = f"resp_{number}" if number % 10 == 0 else None
-        rows.conversations.append((id, id, tenant, int(now), encode({"title": title}), head))
-        rows.items.extend((id, at, each["id"], blob) for at, (each, blob) in enumerate(zip(said, blobs, strict=True)))
-        rows.search_conversations.append((number + 1, id, of_tenant))
-        if head is not None:
-            answer = {"id": head, "status": "completed", "created_at": 0, "metadata": {}, "output": said[1:]}
-            rows.turns.append(
-                (head, id, tenant, None, True, "completed", encode(answer), encode(said[:1]), b"[]", 0,
-                 b"\0" * 400, 0, b"")
-            )  # fmt: skip
-    return rows
+def fill(where: str, count: int, writer: Writer, opened: Callable[[str], Store]) -> float:
+    """Fill a store that `opened` opens, unless it has `count` conversations. Returns the seconds that this took.
 
-
-TABLES = (threads, conversations, items, turns, indexed)
-
-
-def fill(store: Store, count: int, writer: Writer, report: Callable[[int], None] = lambda there: None) -> float:
-    """Store conversations until there are `count`. Returns the seconds that this took.
-
-    `report` is called with the number of conversations after each transaction.
+    Raises ValueError if it has others.
     """
-    began, there = time.perf_counter(), stored(store)
-    if there < count:
-        make = SqliteFilling if store.database.engine.dialect.name == "sqlite" else PostgresFilling
-        filling = make(store)
-        for first in range(there, count, AT_ONCE):
-            last = min(count, first + AT_ONCE)
-            filling.put(rows_of(range(first, last), writer, time.time()))
-            report(last)
-        filling.finish()
+    file = None if "://" in where else Path(where)
+    if file is None or file.exists():
+        with closing(opened(where)) as store:
+            there = stored(store)
+            if there == count:
+                return 0.0
+            if there:
+                raise ValueError(
+                    f"the store has {there:,} conversations, and {count:,} are wanted; begin with an empty one"
+                )
+            if file is None:
+                began = time.perf_counter()
+                fill_postgresql(store, count, writer)
+                return time.perf_counter() - began
+    began = time.perf_counter()
+    assert file is not None
+    building = file.with_name(f"{file.name}.filling")
+    for each in building.parent.glob(f"{building.name}*"):  # Files of a fill that was ended.
+        each.unlink()
+    opened(str(building)).close()
+    fill_sqlite(building, count, writer)
+    for end in ("-wal", "-shm"):
+        file.with_name(f"{file.name}{end}").unlink(missing_ok=True)
+    building.replace(file)
+    for each in building.parent.glob(f"{building.name}*"):  # Files of locks.
+        each.unlink()
     return time.perf_counter() - began
 
 
 def stored(store: Store) -> int:
-    """Return the number of conversations that fillings have stored. Gives the tenants their numbers at first."""
-    with store.database.write() as db:
-        there = int(db.execute(select(func.max(indexed.c.number))).scalar() or 0)
-        if not there:
-            names = [LARGE, *(f"tenant{number}" for number in range(OTHERS))]
-            db.execute(insert(tenants), [{"number": number, "tenant": each} for number, each in enumerate(names, 1)])
-    return there
+    """Return the number of conversations."""
+    with store.database.read() as db:
+        return int(db.execute(text("SELECT count(*) FROM search_conversations")).scalar_one())
 
 
-class SqliteFilling:
-    """Fills a SQLite file over one connection that flushes nothing."""
-
-    def __init__(self, store: Store) -> None:
-        self._connection = store.database.engine.raw_connection()
-        for setting in SQLITE_FILLING:
-            self._connection.cursor().execute(setting)
-
-    def put(self, rows: Rows) -> None:
-        """Store rows in one transaction."""
-        cursor = self._connection.cursor()
-        cursor.execute("BEGIN IMMEDIATE")
-        for table, some in zip(TABLES, rows, strict=False):
-            places = ", ".join("?" * len(table.columns))
-            cursor.executemany(f"INSERT INTO {table.name} VALUES ({places})", some)
-        documents = sorted((number, joined(words)) for number, words in rows.documents)
-        cursor.executemany("INSERT INTO search_text (rowid, words) VALUES (?, ?)", documents)
-        cursor.execute("COMMIT")
-
-    def finish(self) -> None:
-        """Bring the file to the state of one that a server wrote, and gather the statistics of its indexes."""
-        cursor = self._connection.cursor()
-        cursor.execute("INSERT INTO search_text (search_text, rank) VALUES ('hashsize', ?)", (HASH_SIZE,))
-        cursor.execute("INSERT INTO search_text (search_text, rank) VALUES ('automerge', 0)")
-        cursor.execute("PRAGMA analysis_limit=1000")
-        cursor.execute("ANALYZE")
-        cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        self._connection.invalidate()  # No other user gets a connection that flushes nothing.
-        self._connection.close()
-
-
-class PostgresFilling:
-    """Fills a PostgreSQL database by COPY, without the indexes that no constraint needs."""
-
-    def __init__(self, store: Store) -> None:
-        self._engine = store.database.engine
-        with self._engine.begin() as db:
-            for index in self._indexes():
-                index.drop(db, checkfirst=True)
-            db.execute(text("DROP INDEX IF EXISTS search_words"))
-
-    def _indexes(self) -> Iterator[Any]:
-        for table in (threads, conversations, items, turns):
-            yield from table.indexes
-
-    def put(self, rows: Rows) -> None:
-        """Store rows in one transaction."""
-        with self._engine.begin() as db:
-            db.exec_driver_sql("SET LOCAL synchronous_commit TO OFF")
-            for table, some in zip(TABLES, rows, strict=False):
-                self._copy(db, table.name, [column.name for column in table.columns], some)
-            documents = sorted((number, _vector(number, words)) for number, words in rows.documents)
-            self._copy(db, "search_text", ["number", "words"], documents)
-
-    def _copy(self, db: Connection, table: str, columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:
-        driver = db.connection.dbapi_connection
-        assert driver is not None
-        with driver.cursor() as cursor, cursor.copy(f"COPY {table} ({', '.join(columns)}) FROM STDIN") as copy:
-            for row in rows:
-                copy.write_row(row)
-
-    def finish(self) -> None:
-        """Create the indexes, let the sequences go on after the last numbers, and gather statistics."""
-        with self._engine.begin() as db:
-            db.exec_driver_sql("SET LOCAL maintenance_work_mem TO '512MB'")
-            db.exec_driver_sql("SET LOCAL max_parallel_maintenance_workers TO 0")
-            for index in self._indexes():
-                db.execute(CreateIndex(index))
-            db.exec_driver_sql(WORDS_INDEX)
-            for table in (indexed, tenants):
-                last = db.execute(select(func.max(table.c.number))).scalar_one()
-                moved = text(f"SELECT setval(pg_get_serial_sequence('{table.name}', 'number'), :last)")
-                db.execute(moved, {"last": last})
-        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
-            db.exec_driver_sql("VACUUM (ANALYZE)")
-            db.exec_driver_sql("CHECKPOINT")
+def fill_sqlite(file: Path, count: int, writer: Writer) -> None:
+    """Fill a SQLite file that nobody else uses, and that is lost if this ends early."""
+    rows = Rows(SQLITE, count, time.time() - DAY)
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        for setting in ("journal_mode=OFF", "synchronous=OFF", "temp_store=FILE", f"cache_size=-{SORT_BYTES >> 10}"):
+            db.execute(f"PRAGMA {setting}")
+        _set_fts(db, hashsize=HASH_SIZE, automerge=8)
+        db.execute("CREATE TEMP TABLE fill_texts (number INTEGER PRIMARY KEY, said TEXT, words TEXT)")
+        db.executemany(
+            "INSERT INTO fill_texts VALUES (?, ?, ?)",
+            [(number, said, joined(words_of(said))) for number, said in enumerate(writer.texts)],
+        )
+        db.execute("CREATE TEMP TABLE fill_places AS SELECT 0 AS place UNION ALL SELECT 1")
+        db.execute("CREATE TEMP TABLE fill_documents AS SELECT * FROM fill_places UNION ALL SELECT 2")
+        db.execute("BEGIN")
+        db.executemany("INSERT INTO search_tenants (tenant) VALUES (?)", [(each,) for each in tenants_of(count)])
+        triggers = db.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'").fetchall()
+        for trigger, _ in triggers:
+            db.execute(f"DROP TRIGGER {trigger}")
+        for table, query in rows.of_tables():
+            if table is listed:  # Its rows are in the order of its key.
+                db.execute(f"INSERT INTO listed {query}")
+            else:
+                with _sorted_later(db, table):
+                    db.execute(f"INSERT INTO {table.name} {query}")
+        for query in rows.documents(("n || ' number'", f"asked.words || {rows.rare}", "answered.words")):
+            db.execute(f"INSERT INTO search_text (rowid, words) {query}")
+        db.execute(f"INSERT INTO {COUNTED}")
+        for _, sql in triggers:
+            db.execute(sql)
+        db.execute("COMMIT")
+        _set_fts(db, hashsize=FTS_DEFAULT, automerge=0)
+        db.execute("PRAGMA journal_mode=WAL")
+    with file.open("rb") as written:  # Or else the first flush of a turn would take as long as the whole file.
+        os.fsync(written.fileno())
 
 
-def _vector(number: int, words: Iterable[str]) -> str:
-    """Return a document as PostgreSQL writes it. The words are of letters and digits, which need no quotes."""
-    return " ".join(sorted({f"'#{number // (PLACES * CONVERSATIONS)}'", *words}))
+COUNTED = f"""{counters.name} (tenant, shard, threads, conversations, items, bytes)
+    SELECT tenant, 0, count(*), count(*), 2 * count(*), sum(bytes) FROM threads GROUP BY tenant"""
+"""Counters of all tenants, from the threads. Each conversation is a thread, and has two items."""
+
+
+def tenants_of(count: int) -> list[str]:
+    """Return the tenants of a number of conversations, in the order of their first ones."""
+    return [LARGE, *(f"tenant{number}" for number in range(min(OTHERS, count // 2)))]
+
+
+def _set_fts(db: sqlite3.Connection, **settings: int) -> None:
+    db.executemany("INSERT INTO search_text (search_text, rank) VALUES (?, ?)", settings.items())
+
+
+@contextmanager
+def _sorted_later(db: sqlite3.Connection, table: Table) -> Iterator[None]:
+    """Let a table of SQLite be without its indexes within the context, and then sort them.
+
+    SQLite cannot drop the index of a key. So a table without keys takes the table's place meanwhile. At the end the
+    schema gets the table's own statement, and the indexes get the names that SQLite gives to those of keys.
+    """
+    name = table.name
+    own = db.execute("SELECT name, sql FROM sqlite_schema WHERE tbl_name = ? AND type = 'index'", (name,)).fetchall()
+    keys = {index: _columns(db, index) for index, sql in own if sql is None}
+    (statement,) = db.execute("SELECT sql FROM sqlite_schema WHERE name = ?", (name,)).fetchone()
+    db.execute(f"DROP TABLE {name}")
+    sqlite = SQLiteDialect()
+    columns = ", ".join(
+        f"{column.name} INTEGER PRIMARY KEY" if column is table.autoincrement_column
+        else f"{column.name} {column.type.compile(sqlite)}"
+        for column in table.columns
+    )  # fmt: skip
+    db.execute(f"CREATE TABLE {name} ({columns})")
+    yield
+    for number, (_, columns) in enumerate(keys.items()):
+        db.execute(f"CREATE UNIQUE INDEX fill_{name}_{number} ON {name} ({columns})")
+    for _, sql in own:
+        if sql is not None:
+            db.execute(sql)
+    if table.autoincrement_column is not None:
+        db.execute(f"INSERT INTO sqlite_sequence SELECT '{name}', max({table.autoincrement_column.name}) FROM {name}")
+    db.execute("PRAGMA writable_schema=ON")
+    db.execute("UPDATE sqlite_schema SET sql = ? WHERE name = ?", (statement, name))
+    for number, index in enumerate(keys):
+        db.execute("UPDATE sqlite_schema SET name = ?, sql = NULL WHERE name = ?", (index, f"fill_{name}_{number}"))
+    db.execute("PRAGMA writable_schema=RESET")
+
+
+def _columns(db: sqlite3.Connection, index: str) -> str:
+    return ", ".join(column for _, _, column in db.execute(f"PRAGMA index_info({index})"))
+
+
+def fill_postgresql(store: Store, count: int, writer: Writer) -> None:
+    """Fill an empty PostgreSQL database. With `wal_level=minimal` its log does not get the rows."""
+    rows = Rows(POSTGRESQL, count, time.time() - DAY)
+    filled = [threads, conversations, items, turns, indexed, listed]
+    names = [*(table.name for table in filled), "search_text"]
+    with store.database.engine.begin() as db:
+        for setting in (
+            f"maintenance_work_mem TO '{SORT_BYTES >> 20}MB'", "work_mem TO '256MB'", "synchronous_commit TO OFF",
+            "max_parallel_maintenance_workers TO 0", "max_parallel_workers_per_gather TO 0",
+        ):  # fmt: skip
+            _run(db, f"SET LOCAL {setting}")
+        _run(db, "CREATE TEMP TABLE fill_texts (number bigint PRIMARY KEY, said text, words text[]) ON COMMIT DROP")
+        db.execute(
+            text("INSERT INTO fill_texts VALUES (:number, :said, :words)"),
+            [{"number": n, "said": said, "words": sorted(words_of(said))} for n, said in enumerate(writer.texts)],
+        )
+        for table, most in (("fill_places", 1), ("fill_documents", 2)):
+            _run(db, f"CREATE TEMP TABLE {table} ON COMMIT DROP AS SELECT * FROM generate_series(0, {most}) AS place")
+        for table in ("fill_texts", "fill_places", "fill_documents"):
+            _run(db, f"ANALYZE {table}")
+        _run(db, f"TRUNCATE {', '.join(names)}")
+        db.execute(
+            text("INSERT INTO search_tenants (tenant) VALUES (:tenant)"), [{"tenant": t} for t in tenants_of(count)]
+        )
+        again = [statement for each in names for statement in _dropped(db, each)]
+        for table, query in rows.of_tables():
+            _run(db, f"INSERT INTO {table.name} {query}")
+        of_tenant = f"array['#' || ({rows.tenant_number})"
+        rare = f"CASE WHEN n % 10000 = 0 THEN array['{RARE}'] END"
+        said = [f"{of_tenant}] || {each}" for each in (f"asked.words || {rare}", "answered.words")]
+        for query in rows.documents((f"{of_tenant}, 'number', n::text]", *said)):
+            made = f"SELECT number, array_to_tsvector(words) FROM ({query}) AS made (number, words)"
+            _run(db, f"INSERT INTO search_text {made}")
+        for statement in again:
+            _run(db, statement)
+        _run(db, f"INSERT INTO {COUNTED}")
+        last = "SELECT setval(pg_get_serial_sequence('search_conversations', 'number'), max(number)) FROM "
+        _run(db, f"{last} search_conversations")
+    with store.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
+        db.exec_driver_sql("VACUUM (ANALYZE)")
+        db.exec_driver_sql("CHECKPOINT")
+
+
+def _dropped(db: Connection, table: str) -> list[str]:
+    """Drop a table's keys and indexes, and let its triggers rest. Returns the statements that undo this."""
+    of_table = f"'{table}'::regclass"
+    found = f"FROM pg_constraint WHERE conrelid = {of_table} AND contype IN ('p', 'u')"
+    keys = _run(db, f"SELECT conname, pg_get_constraintdef(oid) {found}")
+    for key, _ in keys:
+        _run(db, f"ALTER TABLE {table} DROP CONSTRAINT {key}")
+    indexes = _run(
+        db, f"SELECT indexrelid::regclass, pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {of_table}"
+    )
+    for index, _ in indexes:
+        _run(db, f"DROP INDEX {index}")
+    _run(db, f"ALTER TABLE {table} DISABLE TRIGGER USER")
+    return [
+        *(f"ALTER TABLE {table} ADD CONSTRAINT {key} {definition}" for key, definition in keys),
+        *(definition for _, definition in indexes),
+        f"ALTER TABLE {table} ENABLE TRIGGER USER",
+    ]
+
+
+def _run(db: Connection, statement: str) -> list[Any]:
+    """Execute a statement as it is, with its percent signs. Returns its rows."""
+    driver: Any = db.connection.dbapi_connection
+    with driver.cursor() as cursor:
+        cursor.execute(statement)
+        return list(cursor.fetchall()) if cursor.description else []

@@ -3,7 +3,7 @@
     python -m benchmarks.robustness.store_size --conversations 1000000 --store /tmp/store.sqlite --json result.json
 
 `store_fill.py` says what is in the store. Each call is made through the store's methods, as the routes make them,
-without HTTP. Upkeep runs meanwhile, as in a server. A store that this has filled is filled up.
+without HTTP. Upkeep runs meanwhile, as in a server. A store with this number of conversations is not filled.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the result")
     asked = parser.parse_args()
     draw = random.Random(asked.seed)
-    filled = filled_up(asked.store, asked.conversations, Writer(draw, asked.words))
+    try:
+        filled = fill(asked.store, asked.conversations, Writer(draw, asked.words), opened)
+    except ValueError as error:
+        parser.error(str(error))
     if asked.fill_only:
+        print(f"{asked.conversations:,} conversations, filled in {filled:.0f} s")
         return
     gc.collect()
     gc.freeze()  # As the server does.
@@ -81,15 +85,6 @@ def opened(where: str) -> Store:
     """Open the store, without bounds."""
     bounds = Bounds(seconds=36500 * DAY, threads=math.inf, bytes=math.inf)
     return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes])
-
-
-def filled_up(where: str, count: int, writer: Writer) -> float:
-    """Store conversations until there are `count`. Returns the seconds that this took."""
-    store = opened(where)
-    try:
-        return fill(store, count, writer, lambda there: print(f"{there:,} conversations", file=sys.stderr, flush=True))
-    finally:
-        store.close()
 
 
 def described(store: Store) -> str:

@@ -10,7 +10,7 @@ writes the result to another file before it reports the call done. So both survi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -120,6 +120,12 @@ class CallData:
     """[T], or [T, K] if positions have several targets."""
     arrays: Mapping[str, npt.NDArray[np.float32]]
     """The arrays that the loss reads, by name, [T] each; [T, K] for a number for each target."""
+    widths: tuple[int, ...] = ()
+    """Number of targets of each datum's positions, if it differs. Others up to K are token 0 and have the number 0."""
+
+    def trimmed(self, rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """The part of each datum of an array with a row for each position, without what fills up its targets."""
+        return _trimmed(_parts(rows, self.lengths), self.widths if rows.ndim == 2 else ())
 
     def packed(self, numbers: Sequence[int]) -> CallData:
         """The data of a micro-batch, whose numbers follow one another."""
@@ -127,7 +133,8 @@ class CallData:
         lengths = self.lengths[numbers[0] : numbers[-1] + 1]
         part = slice(before, before + sum(lengths))
         arrays = {name: array[part] for name, array in self.arrays.items()}
-        return CallData(lengths, self.tokens[part], self.targets[part], arrays)
+        widths = self.widths[numbers[0] : numbers[-1] + 1]
+        return CallData(lengths, self.tokens[part], self.targets[part], arrays, widths)
 
     def check(self, limits: Limits) -> None:
         """Raise ValueError, naming a datum, if the model cannot take the data."""
@@ -162,6 +169,8 @@ class _CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     arrays: tuple[str, ...]
     targets: int = 1
     """Number of targets of each position. An older engine reads files of one target."""
+    widths: tuple[int, ...] = ()
+    """As those of `CallData`."""
 
 
 class _ResultHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -172,6 +181,8 @@ class _ResultHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     data: int
     positions: int
     targets: int = 1
+    widths: tuple[int, ...] = ()
+    """Number of log probabilities of each datum's positions, if it differs. 0 fills up the others."""
 
 
 def call_path(directory: Path, number: int) -> Path:
@@ -187,7 +198,9 @@ def result_path(directory: Path, number: int) -> Path:
 def write_call(directory: Path, call: Call, data: Sequence[Datum] = ()) -> None:
     """Write a call to its file, in place of an earlier one of this number. It is on the disk when this returns.
 
-    Raises ValueError, naming a datum by its number from 0, for data that the loss cannot take. No file is written then.
+    If data have different numbers of targets for a token, all get the largest number. The added targets count for
+    nothing: their weight is 0. Raises ValueError, naming a datum by its number from 0, for data that the loss cannot
+    take. No file is written then.
     """
     import numpy as np
 
@@ -198,11 +211,17 @@ def write_call(directory: Path, call: Call, data: Sequence[Datum] = ()) -> None:
         call.loss.check_arrays(names)
     checked = [_checked(number, datum, names, call.loss) for number, datum in enumerate(data)]
     lengths = np.array([len(each[0]) for each in checked], "<u4")
-    shapes = {each[1].shape[1:] for each in checked} or {()}
-    if len(shapes) > 1:
-        raise ValueError("data of one call have different numbers of targets for a token; give all of them the same")
-    header = _CallHeader(call, len(lengths), int(lengths.sum()), names, *shapes.pop())
-    arrays = [np.concatenate(parts).reshape(-1) for parts in zip(*checked, strict=True)]
+    width, widths = _widths([each[1] for each in checked])
+    for name in (call.loss.kind.several or ()) if widths else ():
+        if name not in names:  # A number that is not given is 1, and must be 0 where there is no target.
+            checked = [(*each, np.ones(each[1].shape, "<f4")) for each in checked]
+            names = (*names, name)
+    header = _CallHeader(call, len(lengths), int(lengths.sum()), names, width, widths)
+    several = {"targets", *(call.loss.kind.several or ())}
+    arrays = [
+        np.concatenate([_filled(part, width if name in several else 1) for part in parts]).reshape(-1)
+        for name, parts in zip(("tokens", "targets", *names), zip(*checked, strict=True), strict=bool(checked))
+    ]
     write_framed(
         call_path(directory, call.number), CALL_FILE, msgspec.json.encode(header), [lengths, *arrays], durable=True
     )  # fmt: skip
@@ -229,7 +248,8 @@ def read_call(directory: Path, number: int, limits: Limits) -> tuple[Call, CallD
     lengths, numbers = _body(body, count, positions, widths, path)
     tokens, targets, *floats = numbers
     given = dict(zip(header.arrays, (_rows(part.view("<f4"), positions) for part in floats), strict=True))
-    data = CallData(lengths, tokens.view("<i4"), _rows(targets.view("<i4"), positions), given)
+    _check_widths(header.widths, header.targets, count, path)
+    data = CallData(lengths, tokens.view("<i4"), _rows(targets.view("<i4"), positions), given, header.widths)
     _check_read(data)
     data.check(limits)
     return call, data
@@ -249,9 +269,9 @@ def write_result(directory: Path, result: CallResult, *, durable: bool = False) 
         if not np.isfinite(part).all():
             raise ValueError(f"log probabilities of datum {number} are not finite: training has diverged")
     lengths = np.array([len(part) for part in result.logprobs], "<u4")
-    width = next((part.shape[1] for part in result.logprobs if part.ndim == 2), 1)
-    header = _ResultHeader(result.number, {**result.metrics}, len(lengths), int(lengths.sum()), width)
-    flat = (part.reshape(-1) for part in result.logprobs)
+    width, widths = _widths(result.logprobs)
+    header = _ResultHeader(result.number, {**result.metrics}, len(lengths), int(lengths.sum()), width, widths)
+    flat = (_filled(part, width).reshape(-1) for part in result.logprobs)
     whole = np.concatenate([np.empty(0, "<f4"), *flat]).astype("<f4", copy=False)
     write_framed(
         result_path(directory, result.number), RESULT_FILE, msgspec.json.encode(header), [lengths, whole],
@@ -270,8 +290,9 @@ def read_result(directory: Path, number: int) -> CallResult:
     if header.number != number:
         raise ValueError(f"{path.name} holds the result of call {header.number}")
     lengths, (logprobs,) = _body(body, header.data, header.positions, [header.targets], path)
+    _check_widths(header.widths, header.targets, header.data, path)
     rows = _rows(logprobs.view("<f4"), header.positions)
-    return CallResult(number, header.metrics, tuple(_parts(rows, lengths)))
+    return CallResult(number, header.metrics, tuple(_trimmed(_parts(rows, lengths), header.widths)))
 
 
 def call_numbers(directory: Path) -> list[int]:
@@ -500,6 +521,34 @@ def _parts(array: npt.NDArray[Any], lengths: Sequence[int]) -> Iterator[npt.NDAr
     for length in lengths:
         yield array[first : first + length]
         first += length
+
+
+def _widths(parts: Sequence[npt.NDArray[Any]]) -> tuple[int, tuple[int, ...]]:
+    """The largest number of columns, and that of each part; none if all have equally many. [n] has one."""
+    widths = tuple(part.shape[1] if part.ndim == 2 else 1 for part in parts)
+    return max(widths, default=1), widths if len({*widths}) > 1 else ()
+
+
+def _filled(part: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """A part with zeros up to a number of columns; [n] as it is if one is wanted."""
+    import numpy as np
+
+    if width == (part.shape[1] if part.ndim == 2 else 1):
+        return part
+    rows = part.reshape(len(part), -1)
+    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))
+
+
+def _trimmed(parts: Iterable[npt.NDArray[Any]], widths: Sequence[int]) -> list[npt.NDArray[Any]]:
+    """Parts without the columns that fill them up. `widths` is empty if none does."""
+    if not widths:
+        return [*parts]
+    return [part[:, 0] if width == 1 else part[:, :width] for part, width in zip(parts, widths, strict=True)]
+
+
+def _check_widths(widths: Sequence[int], most: int, count: int, path: Path) -> None:
+    if widths and (len(widths) != count or min(widths) < 1 or max(widths) != most):
+        raise ValueError(f"{path.name} is damaged: numbers of targets {widths[:8]} for {count} data of up to {most}")
 
 
 def _most(array: npt.NDArray[Any]) -> int:

@@ -134,6 +134,8 @@ class DoneCall(Done[CallCounts]):
     logprobs: torch.Tensor | None = None  # [T] or [T, K] on the host, all data one after the other
     lengths: Sequence[int] = ()
     """Number of positions of each datum."""
+    widths: tuple[int, ...] = ()
+    """As those of `CallData`: without them all data have K targets."""
     save: Callable[[Host], None] | None = None
     """Writes what the call saves; None if it saves nothing."""
     failure: str = ""
@@ -152,7 +154,9 @@ class DoneCall(Done[CallCounts]):
     def write(self) -> None:
         if self.failure or (self.is_known and self._is_written()):
             return
-        parts = () if self.logprobs is None else torch.split(self.logprobs.float(), [*self.lengths])
+        parts = [] if self.logprobs is None else [*torch.split(self.logprobs.float(), [*self.lengths])]
+        if self.widths:  # The probabilities of what fills up a datum's targets mean nothing.
+            parts = [part[:, :width] for part, width in zip(parts, self.widths, strict=True)]
         metrics = {name: float(value) for name, value in self.metrics.items()}
         try:
             write_result(self.directory, CallResult(self.step, metrics, [part.numpy() for part in parts]))

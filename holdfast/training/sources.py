@@ -259,7 +259,8 @@ class CallSource(Source):
         found = torch.cat([each.logprobs for each in outputs])
         logprobs = device.to_host(found.view(-1)).view(found.shape)
         loss = device.to_host(torch.stack([each.loss for each in outputs]).sum()[None])[0]
-        return replace(done, metrics={"loss:sum": loss}, logprobs=logprobs, lengths=lengths)
+        widths = self._calls[step].data.widths
+        return replace(done, metrics={"loss:sum": loss}, logprobs=logprobs, lengths=lengths, widths=widths)
 
     def changes(self, step: int) -> bool:
         return step in self._calls and self._calls[step].call.changes

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.training_cost import PLAIN
-from holdfast.training import framed
+from holdfast.training import calls, framed
 from holdfast.training.calls import (
     CALL_FILE,
     Call,
@@ -304,6 +304,43 @@ def test_data_with_several_targets_for_a_token_come_back_as_they_were_written(tm
     write_result(tmp_path, CallResult(0, {}, logprobs))
     for one, other in zip(read_result(tmp_path, 0).logprobs, logprobs, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_data_with_unequal_numbers_of_targets_are_filled_up_with_what_counts_for_nothing(
+    tmp_path: Path, weighted: bool
+) -> None:
+    chance, data = np.random.default_rng(1), []
+    for length, width in ((4, 3), (1, 1), (7, 2)):
+        shape = (length, width) if width > 1 else (length,)
+        weights = {"weights": chance.random(shape).astype(np.float32)} if weighted else {}
+        data.append(Datum(chance.integers(0, 100, length), chance.integers(1, 100, shape), weights))
+    write_call(tmp_path, scored(), data)
+    read = read_call(tmp_path, 0, LIMITS)[1]
+    assert read.widths == (3, 1, 2) and read.targets.shape == read.arrays["weights"].shape == (12, 3)
+    filled = read.targets == 0
+    assert filled.sum() == 2 + 7 and not read.arrays["weights"][filled].any() and read.packed((1, 2)).widths == (1, 2)
+    assert weighted or (read.arrays["weights"] == ~filled).all()
+    for one, targets, weights in zip(
+        data, read.trimmed(read.targets), read.trimmed(read.arrays["weights"]), strict=True
+    ):
+        np.testing.assert_array_equal(targets, one.targets)
+        np.testing.assert_array_equal(weights, one.arrays.get("weights", np.ones(np.shape(one.targets))))
+    logprobs = [-chance.random(np.shape(each.targets)).astype(np.float32) for each in data]
+    write_result(tmp_path, CallResult(0, {}, logprobs))
+    for one, other in zip(read_result(tmp_path, 0).logprobs, logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("widths", [[3, 1], [3, 1, 0], [3, 1, 4], [2, 1, 2]])
+def test_a_file_whose_numbers_of_targets_do_not_fit_is_damaged(
+    tmp_path: Path, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [Datum([1], [[1, 2, 3]], {"weights": [[1, 1, 1]]}), *[Datum([1], [2], {"weights": [1]})] * 2]  # type: ignore[list-item]
+    monkeypatch.setattr(calls, "_widths", lambda parts: (3, tuple(widths)))
+    write_call(tmp_path, scored(), data)
+    with pytest.raises(ValueError, match="is damaged: numbers of targets"):
+        read_call(tmp_path, 0, LIMITS)
 
 
 def test_a_call_of_one_target_is_written_as_an_older_engine_reads_it(tmp_path: Path) -> None:

@@ -242,6 +242,29 @@ def test_a_token_with_several_targets_counts_as_the_sum_of_its_targets(model: De
     assert torch.allclose(params, expected, atol=2e-4)
 
 
+def test_data_with_unequal_numbers_of_targets_train_as_each_does_alone(model: Decoder, tmp_path: Path) -> None:
+    data = []
+    for one, width in zip(drawn_data(3, longest=20), (3, 1, 2), strict=True):
+        targets = np.stack([(np.asarray(one.targets) + k) % 50 for k in range(width)], 1)
+        weights = np.linspace(0.1, 1.0, targets.size, dtype=np.float32).reshape(targets.shape)
+        data.append(Datum(one.tokens, targets, {"weights": weights}))
+    found = []
+    for name, calls in (("together", [data]), ("alone", [[each] for each in data])):
+        trainer, writer = trainer_for(model), new_driven(tmp_path, name)
+        trainer.open(writer.directory)
+        numbers = [writer.write("forward_backward", each) for each in calls]
+        numbers.append(writer.write("optimize", adam=Adam(learning_rate=0.01)))
+        run(trainer, writer, *numbers)
+        scored = [read_result(writer.directory, number) for number in numbers[:-1]]
+        loss = sum(each.metrics["loss:sum"] for each in scored)
+        found.append(([part for each in scored for part in each.logprobs], loss, vectors_of(trainer, name)[0]))
+    (together, loss, params), (alone, expected, others) = found
+    assert [part.shape[1:] for part in together] == [(3,), (), (2,)]
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5) and torch.allclose(params, others, atol=2e-4)
+
+
 def test_a_saved_state_is_loaded_by_another_job_and_both_go_on_with_the_same_bits(
     model: Decoder, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.json import decode
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, update
 
-from holdfast.server.conversations import search_index
+from holdfast.server.conversations import list_rows, search_index
 from holdfast.server.conversations.database import Database, conversations, items, threads
 from holdfast.server.conversations.encoded import EncodedItem, encoded_items
 from holdfast.server.conversations.prepared import Prepared, parameters
@@ -58,8 +58,9 @@ class ConversationStore:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
             db.execute(insert(conversations).values(**row, metadata=encoded))
             search_index.add_conversation(db, tenant, conversation, encoded)
-            size = append(db, conversation, encoded_items(first))
-            self._space.grown(db, conversation, tenant, len(encoded) + size)
+            new = encoded_items(first)
+            self._space.grown(db, conversation, tenant, len(encoded) + size_of(new))
+            append(db, conversation, new)
             return _shown(self.find(db, tenant, conversation))
 
     def get(self, tenant: str, conversation: str) -> dict[str, Any]:
@@ -176,7 +177,10 @@ def fitting(sizes: Sequence[int], most: int) -> int:
 
 
 def append(db: Connection, conversation: str, new: Sequence[EncodedItem]) -> int:
-    """Add items at a conversation's end, within the caller's transaction. Returns their size in bytes."""
+    """Add items at a conversation's end, within the caller's transaction. Returns their size in bytes.
+
+    The conversation's thread is stored, or else the list of conversations reads the preview from the items each time.
+    """
     if not new:
         return 0
     last = _LAST.value(db, conversation=conversation)
@@ -187,6 +191,13 @@ def append(db: Connection, conversation: str, new: Sequence[EncodedItem]) -> int
     ]
     _ADD.run_many(db, rows)
     search_index.add_items(db, conversation, [(position, item.words) for position, item in enumerate(new, first)])
+    if first < list_rows.FIRST_ITEMS:
+        list_rows.note_preview(db, conversation)
+    return size_of(new)
+
+
+def size_of(new: Sequence[EncodedItem]) -> int:
+    """Return the size of items in bytes, as they are stored."""
     return sum(len(item.data) for item in new)
 
 

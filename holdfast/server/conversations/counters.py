@@ -190,13 +190,13 @@ def count_piece(db: Connection) -> bool:
     return False
 
 
-def locked_task(db: Connection, task: str, lock: str) -> Row[tuple[str, str, bool]]:
+def locked_task(db: Connection, task: str, lock: str = "") -> Row[tuple[str, str, bool]]:
     """Return a task, which no other server works on until the transaction ends.
 
-    In PostgreSQL, no row of the table `lock` changes meanwhile, if the task has not ended.
+    In PostgreSQL, no row of the table `lock` changes meanwhile, if there is one and the task has not ended.
     """
     row = db.execute(select(upkeep).where(upkeep.c.task == task).with_for_update()).one()
-    if not row.done and db.dialect.name == "postgresql":
+    if lock and not row.done and db.dialect.name == "postgresql":
         db.exec_driver_sql(f"LOCK TABLE {lock} IN SHARE ROW EXCLUSIVE MODE")
     return row
 

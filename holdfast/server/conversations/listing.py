@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from msgspec import MsgspecError
 from msgspec.json import decode
-from sqlalchemy import Connection, LargeBinary, Row, func, or_, select, tuple_
+from sqlalchemy import Connection, Row, literal, or_, select, tuple_
 
+from holdfast.server.conversations import list_rows
 from holdfast.server.conversations.database import Database, conversations, items, threads
+from holdfast.server.conversations.list_rows import PREVIEW, listed, previews
 from holdfast.server.conversations.search_index import (
     PLACES,
     Places,
@@ -26,7 +25,7 @@ from holdfast.server.conversations.search_index import (
 )
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import NotFound
-from holdfast.server.conversations.words import Part, Said, item_text, query_of, title_text
+from holdfast.server.conversations.words import item_text, query_of, title_text
 
 SCANNED, BATCH = 512, 64
 """Maximum number of documents that one search reads, and the number of them that is read at once.
@@ -39,14 +38,6 @@ END_OF_TIME = 1e300
 """Time after every thread's last activity."""
 FETCHED = 8
 """Number of items that are fetched at once."""
-BEGINNING = 4096
-"""Number of bytes that are read for the beginning of an item."""
-SURROGATES = r"\ud83d\ude00"
-"""Longest encoding of one character in JSON. A cut may leave any part of it."""
-TEXT = re.compile(rb'"(?:text|output)":"((?:[^"\\]|\\.)*+)')
-"""Pattern of a text within an item. The end of the text may be missing."""
-PREVIEW = 120
-"""Maximum number of characters in a preview: the beginning of a conversation, or the text around a match."""
 
 
 class Listing:
@@ -63,7 +54,8 @@ class Listing:
         """
         with self._database.read() as db:
             rows = self._rows(db, tenant, limit + 1, after)
-            first = _firsts(db, [row.id for row in rows[:limit]])
+            first = {row.id: row.preview.decode() for row in rows if row.preview is not None}
+            first |= previews(db, [row.id for row in rows[:limit] if row.id not in first])
         return [_entry(row, first.get(row.id, "")) for row in rows[:limit]], len(rows) > limit
 
     def search(
@@ -139,27 +131,34 @@ class Listing:
 
     def _with_previews(self, db: Connection, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return entries with the beginnings of their first messages."""
-        first = _firsts(db, [entry["id"] for entry in found])
+        first = previews(db, [entry["id"] for entry in found])
         return [entry | {"preview": first.get(entry["id"], "")} for entry in found]
 
     def _rows(self, db: Connection, tenant: str, limit: int, after: str | None) -> Sequence[Row[Any]]:
-        """Return conversations after a cursor, with the time of their last activity."""
-        columns, tenants, active = conversations.c, threads.c.tenant, threads.c.active
-        listed = select(conversations, active.label("active")).join(threads, threads.c.id == columns.thread)
+        """Return conversations after a cursor, with the time of their last activity, and the preview if it is known."""
+        id, tenants, active = listed.c.conversation, listed.c.tenant, listed.c.active
+        found: Any = select(  # Its type counts the columns, and another query takes its place below.
+            id.label("id"), listed.c.created, listed.c.labels.label("metadata"), active, listed.c.preview
+        )
+        joined = select(conversations, threads.c.active).join(threads, threads.c.id == conversations.c.thread)
+        if not list_rows.complete(db):
+            id, tenants, active = conversations.c.id, threads.c.tenant, threads.c.active
+            found = joined.add_columns(literal(None).label("preview"))
         oldest, latest = self._space.oldest(), END_OF_TIME
         if after is not None:
-            own = columns.id == after, columns.tenant == tenant, active >= oldest
-            cursor = db.execute(listed.where(*own)).one_or_none()
+            own = conversations.c.id == after, conversations.c.tenant == tenant, threads.c.active >= oldest
+            cursor = db.execute(joined.where(*own)).one_or_none()
             if cursor is None:
                 raise NotFound("conversation", after, "after")
             latest = cursor.active
-            listed = listed.where(or_(active < latest, columns.id > after))
-        # One range of the index `threads_by_tenant`, in its order. Given `tenant =`, PostgreSQL may read the threads of
-        # all tenants by their time, and pass many of them before the first one of an idle tenant. A conversation has
-        # the tenant of its thread. Asked for both, PostgreSQL expects few rows, and reads all of them in parallel.
+            found = found.where(or_(active < latest, id > after))
+        # One range of an index, in its order. Given `tenant =`, PostgreSQL may read the threads of all tenants by their
+        # time, and pass many of them before the first one of an idle tenant. A conversation has the tenant of its
+        # thread. Asked for both, PostgreSQL expects few rows, and reads all of them in parallel.
         place = tuple_(tenants, active)
-        within = listed.where(place >= tuple_(tenant, oldest), place <= tuple_(tenant, latest))
-        return db.execute(within.order_by(tenants.desc(), active.desc(), columns.id).limit(limit)).all()
+        within = found.where(place >= tuple_(tenant, oldest), place <= tuple_(tenant, latest))
+        rows: Sequence[Row[Any]] = db.execute(within.order_by(tenants.desc(), active.desc(), id).limit(limit)).all()
+        return rows
 
 
 def _whole(documents: Sequence[int]) -> tuple[Sequence[int], int]:
@@ -172,32 +171,6 @@ def _whole(documents: Sequence[int]) -> tuple[Sequence[int], int]:
     if len(documents) < BATCH or documents[0] // PLACES == last:
         return documents, last * PLACES
     return [document for document in documents if document // PLACES > last], (last + 1) * PLACES
-
-
-def _firsts(db: Connection, ids: Sequence[str]) -> dict[str, str]:
-    """Return the beginning of the user's first message in each conversation, from its first two items."""
-    beginning = func.substr(items.c.item, 1, BEGINNING, type_=LargeBinary)
-    query = select(items.c.conversation, beginning).where(items.c.conversation.in_(ids), items.c.position < 2)
-    begun: dict[str, str] = {}
-    for conversation, item in db.execute(query.order_by(items.c.conversation, items.c.position)):
-        said = _beginning(item)
-        if said.role != "system":
-            begun.setdefault(conversation, said.text()[:PREVIEW])
-    return begun
-
-
-def _beginning(item: bytes) -> Said:
-    """Read the beginning of an item. A large item may be cut anywhere."""
-    if len(item) < BEGINNING:
-        return decode(item, type=Said)
-    role = "system" if b'"role":"system"' in item[: BEGINNING // 2] else ""
-    found = TEXT.search(item)
-    for cut in range(len(SURROGATES) if found else 0):  # A cut may have split the last character.
-        with suppress(MsgspecError, UnicodeDecodeError):
-            assert found is not None
-            text = found[1][: len(found[1]) - cut]
-            return Said(role=role, content=[Part(decode(b'"' + text + b'"', type=str))])
-    return Said(role=role)
 
 
 def _around(text: str, wanted: str) -> str | None:

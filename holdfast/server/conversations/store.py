@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from holdfast.server.conversations import counters, search_index
+from holdfast.server.conversations import counters, list_rows, search_index
 from holdfast.server.conversations.adapter_table import AdapterTable
 from holdfast.server.conversations.chat_store import ChatStore
 from holdfast.server.conversations.conversation_store import ConversationStore
@@ -90,7 +90,7 @@ class Store:
             store = cls(Database(where), bounds, now)
             with store.database.write() as db:
                 migrate(db, more)
-                for create in (counters.create, search_index.create, *additions):
+                for create in (counters.create, search_index.create, list_rows.create, *additions):
                     create(db)
             with store.database.write() as db:
                 store.space.drop_old(db)

@@ -10,7 +10,7 @@ from msgspec.json import decode
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from holdfast.server.conversations import search_index
-from holdfast.server.conversations.conversation_store import append, remove
+from holdfast.server.conversations.conversation_store import append, remove, size_of
 from holdfast.server.conversations.database import Database, conversations, turns
 from holdfast.server.conversations.encoded import encoded_items
 from holdfast.server.conversations.leases import Leases
@@ -137,9 +137,9 @@ class Tree:
                 rows.append(fixed | blobs)
             if rows:
                 db.execute(insert(turns), rows)
-            if head is not None:
-                size += append(db, conversation, encoded_items(self._chain(db, head).items))
-            self._space.grown(db, conversation, tenant, len(encoded) + size)
+            new = [] if head is None else encoded_items(self._chain(db, head).items)
+            self._space.grown(db, conversation, tenant, len(encoded) + size + size_of(new))
+            append(db, conversation, new)
 
 
 def _goes_on(turn: Row[Any]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from holdfast.server.conversations import counters, search_index
+from holdfast.server.conversations import counters, list_rows, search_index
 from holdfast.server.conversations.database import FAILURES, Database
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ LONG_LOG = 4096
 def piece(database: Database) -> bool:
     """Do one small transaction that brings an older store up to date. Returns whether there may be more to do."""
     with database.write() as db:
-        return counters.count_piece(db) or search_index.index_piece(db)
+        return counters.count_piece(db) or list_rows.list_piece(db) or search_index.index_piece(db)
 
 
 def tidy(database: Database) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_DATA = 4096
 """Maximum number of data of one request. The SDK sends at most 1,024."""
 MOST_CALL_TOKENS = 1 << 22
-"""Maximum number of targets of tokens of one request."""
+"""Maximum number of targets of tokens of one request. Each token counts as the one with the most."""
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 """NumPy's name of each element type of tensors."""
 
@@ -141,13 +141,11 @@ def _data(given: Sequence[Any], loss: Loss, bounds: Bounds) -> list[Datum]:
     if not 1 <= len(given) <= MOST_DATA:
         raise ValueError(f"the request has {len(given)} data; it must have 1 to {MOST_DATA}")
     data = [_datum(number, datum, bounds) for number, datum in enumerate(given)]
-    counts = {_targets_of(datum) for datum in data}
-    if len(counts) > 1:
-        raise ValueError("data have different numbers of targets for a token; give all of them the same")
-    count = counts.pop()
+    count = max(map(_targets_of, data))
     loss.check_targets(count)
     if (total := count * sum(len(datum.tokens) for datum in data)) > MOST_CALL_TOKENS:
-        raise ValueError(f"the request has {total} targets of tokens; at most {MOST_CALL_TOKENS} are taken")
+        reason = f"the request has {total} targets of tokens, {count} for each; at most {MOST_CALL_TOKENS} are taken"
+        raise ValueError(reason)
     names = {*data[0].arrays}
     for number, datum in enumerate(data):
         loss.check_arrays(datum.arrays)

@@ -216,10 +216,9 @@ def held_in(directory: Path, seq: int, digest: str) -> Path:
 
 def split(data: CallData) -> list[Datum]:
     """Return the data of a call one by one."""
-    found, begin = [], 0
-    for length in data.lengths:
-        part = slice(begin, begin + length)
-        arrays = {name: array[part] for name, array in data.arrays.items()}
-        found.append(Datum(data.tokens[part], data.targets[part], arrays))
-        begin += length
-    return found
+    arrays = {name: data.trimmed(array) for name, array in data.arrays.items()}
+    both = zip(data.trimmed(data.tokens), data.trimmed(data.targets), strict=True)
+    return [
+        Datum(tokens, targets, {name: parts[number] for name, parts in arrays.items()})
+        for number, (tokens, targets) in enumerate(both)
+    ]

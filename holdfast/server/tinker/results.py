@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from holdfast.engine.client.tuning import CallResult
 from holdfast.server.tinker.protos import FLOAT32, messages
 
@@ -17,10 +19,12 @@ def forward_output(result: CallResult) -> bytes:
     import numpy as np
 
     output = messages()["ForwardBackwardOutput"](loss_fn_output_type=OUTPUT_TYPE, metrics=dict(result.metrics))
-    record = output.loss_fn_outputs.add(num_datums=len(result.logprobs))
-    arrays = [np.ascontiguousarray(each, "<f4") for each in result.logprobs]
-    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
-    tensor = record.fields["logprobs"]
-    tensor.data, tensor.offsets, tensor.dtype = b"".join(map(bytes, arrays)), offsets.tobytes(), FLOAT32
-    tensor.trailing_shape.extend(arrays[0].shape[1:] if arrays else ())
+    several = groupby(result.logprobs, key=lambda each: each.shape[1:])
+    for shape, some in several if result.logprobs else [((), iter(()))]:  # A record has one shape.
+        arrays = [np.ascontiguousarray(each, "<f4") for each in some]
+        record = output.loss_fn_outputs.add(num_datums=len(arrays))
+        offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
+        tensor = record.fields["logprobs"]
+        tensor.data, tensor.offsets, tensor.dtype = b"".join(map(bytes, arrays)), offsets.tobytes(), FLOAT32
+        tensor.trailing_shape.extend(shape)
     return bytes(output.SerializeToString())

@@ -49,15 +49,16 @@ def held(store: Store) -> dict[str, Held]:
 
 
 def make_older_anywhere(store: Store, where: str) -> None:
-    """Remove the counters and the index from a store."""
+    """Remove the counters, the index and the rows of the list from a store."""
     if "://" not in where:
         make_older(Path(where))
         return
     with store.database.write() as db:
         for name in ("threads", "conversations", "items"):
             for event in ("insert", "delete", "update"):
-                db.execute(text(f"DROP FUNCTION IF EXISTS count_{event}_{name} CASCADE"))
-        db.execute(text("DROP TABLE counters, upkeep, search_tenants, search_conversations, search_text"))
+                for kind in ("count", "list"):
+                    db.execute(text(f"DROP FUNCTION IF EXISTS {kind}_{event}_{name} CASCADE"))
+        db.execute(text("DROP TABLE listed, counters, upkeep, search_tenants, search_conversations, search_text"))
 
 
 def test_counters_follow_every_change_of_a_store(where: str, opened: Callable[..., Store]) -> None:

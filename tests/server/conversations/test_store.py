@@ -708,10 +708,11 @@ def damaged(folder: Path) -> Path:
 
 
 def make_older(path: Path, *more: str) -> None:
-    """Remove from a file what the version before counters and the index of searches did not have."""
+    """Remove from a file what the version before counters, the index of searches and rows of the list did not have."""
     with sqlite3.connect(path) as db:
         triggers = db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall()
         names = "counters", "upkeep", "search_tenants", "search_conversations", "search_text", "search_pending"
+        names += ("listed",)
         for change in (*(f"DROP TRIGGER {name}" for (name,) in triggers), *(f"DROP TABLE {name}" for name in names)):
             db.execute(change)
         for change in more:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,8 +60,8 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def processes(where: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that wait for a line to begin. Another server has locked BUSY."""
-    store = Store.open(where, AMPLE)
+    """Processes that wait for a line to begin. Another server has locked BUSY, for longer than they take to start."""
+    store = Store.open(where, AMPLE, lambda: time.time() + 3600)
     store.leases.lock(conversation_key("a", BUSY))
     with ExitStack() as stack:
         yield [stack.enter_context(started(where, number)) for number in range(PROCESSES)]

@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
-from holdfast.server.conversations import listing
+from holdfast.server.conversations import list_rows, listing
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
@@ -271,12 +271,12 @@ async def test_a_search_finds_beginnings_of_words_and_any_characters_of_chinese(
 async def test_the_beginning_of_a_large_message_is_shown_without_reading_it_whole(
     api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, character: str
 ) -> None:
-    conversation = await begun(api)
     given = [{"role": "system", "content": "s" * 900}, {"role": "user", "content": character * 900}]
-    await sent(api, f"/conversations/{conversation}/items", {"items": given})
     for bytes in range(300, 312):  # At every place where it may be cut.
-        monkeypatch.setattr(listing, "BEGINNING", bytes)
-        (shown,) = (await got(api, "/conversations"))["data"]
+        monkeypatch.setattr(list_rows, "BEGINNING", bytes)
+        conversation = await begun(api)
+        await sent(api, f"/conversations/{conversation}/items", {"items": given})
+        (shown,) = (each for each in (await got(api, "/conversations"))["data"] if each["id"] == conversation)
         assert set(shown["preview"]) == {character} and 24 <= len(shown["preview"]) <= listing.PREVIEW
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from tinker_server import forward_body
 
 from holdfast.server.protocol import ApiError
 from holdfast.server.tinker.calls import Bounds, decompress, read_forward
+from holdfast.server.tinker.order import split
 from holdfast.server.tinker.protos import messages
+from holdfast.training.calls import Call, CallData, Datum, Limits, read_call, write_call
 
 BOUNDS = Bounds(vocabulary=256, tokens=200)
 
@@ -93,7 +96,31 @@ def test_tensors_that_do_not_fit_are_refused_with_the_reason(body: bytes, reason
     assert found.call is None and re.search(reason or r"\[2\]; target_tokens", found.fault), found.fault
 
 
-def test_data_of_one_request_have_equally_many_targets_for_a_token() -> None:
+def test_data_of_one_request_may_have_unequal_numbers_of_targets() -> None:
     message = messages()["ForwardBackwardRequest"].FromString(body_of("weights", [[1, 0, 2], [0, 0, 3]], [2, 3]))
     message.data.append(messages()["ForwardBackwardRequest"].FromString(forward_body("m", 1)).data[0])
-    assert "different numbers of targets" in read_forward(message.SerializeToString(), BOUNDS).wanted.fault
+    wanted = read_forward(message.SerializeToString(), BOUNDS).wanted
+    assert wanted.fault == "" and [np.asarray(each.targets).ndim for each in wanted.data] == [2, 1]
+    message.loss_fn = "importance_sampling"
+    assert "one target for a token, not 3" in read_forward(message.SerializeToString(), BOUNDS).wanted.fault
+
+
+def test_a_held_request_with_unequal_numbers_of_targets_is_written_again_as_it_was(tmp_path: Path) -> None:
+    message = messages()["ForwardBackwardRequest"].FromString(body_of("weights", [[1, 0, 2], [0, 0, 3]], [2, 3]))
+    message.data.append(messages()["ForwardBackwardRequest"].FromString(forward_body("m", 1)).data[0])
+    wanted = read_forward(message.SerializeToString(), BOUNDS).wanted
+    assert wanted.call is not None
+    for data in (wanted.data, split(written(tmp_path, wanted.call, wanted.data))):
+        read = written(tmp_path, wanted.call, data)
+        assert read.widths == (3, 1)
+        for one, targets, weights in zip(
+            wanted.data, read.trimmed(read.targets), read.trimmed(read.arrays["weights"]), strict=True
+        ):
+            assert targets.tolist() == np.asarray(one.targets).tolist()
+            assert weights.tolist() == np.asarray(one.arrays["weights"]).tolist()
+
+
+def written(directory: Path, call: Call, data: Sequence[Datum]) -> CallData:
+    """Data that were written to a call's file and read again."""
+    write_call(directory, call, data)
+    return read_call(directory, call.number, Limits(BOUNDS.vocabulary, BOUNDS.tokens))[1]

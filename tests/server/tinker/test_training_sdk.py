@@ -105,6 +105,18 @@ def test_several_targets_for_a_token_train_and_come_back_in_their_shape(tmp_path
             found = output.loss_fn_outputs[0]["logprobs"].to_torch()
             assert torch.equal(found, -targets / 256)
             assert output.metrics["loss:sum"] == pytest.approx(float((targets / 256 * weights).sum()), rel=1e-5)
+            several = [torch.tensor([2, 3, 0]), targets, targets[:5, :2], targets[:5, :2]]
+            data = [
+                types.Datum(
+                    model_input=types.ModelInput.from_ints([1] * len(each)), loss_fn_inputs={"target_tokens": each}
+                )
+                for each in several
+            ]
+            output = training.forward(data, "cross_entropy").result()
+            found = [each["logprobs"].to_torch() for each in output.loss_fn_outputs]
+            assert all(torch.equal(one, -other / 256) for one, other in zip(found, several, strict=True))
+            loss = sum(float(each.sum()) for each in several) / 256
+            assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
             with pytest.raises(tinker.RequestFailedError, match="one target for a token"):
                 training.forward_backward([soft], "importance_sampling").result()
 

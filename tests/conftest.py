@@ -67,14 +67,17 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_engines() -> Iterator[Forking]:
-    """Engines and ranks that tests start in this process are forked. Those of `holdfast serve` start as usual.
+    """Engines, ranks and servers that tests start are forked.
 
     With a GPU all start as usual: CUDA may not work after a fork.
     """
     forking = Forking()
     with pytest.MonkeyPatch.context() as patch:
-        for module in () if torch.cuda.is_available() else (spawn, ranks):
-            patch.setattr(module, "subprocess", forking)
+        if not torch.cuda.is_available():
+            for module in (spawn, ranks):
+                patch.setattr(module, "subprocess", forking)
+            for name in ("served", "tests.served"):  # tests import it by either name
+                patch.setattr(f"{name}.processes", forking)
         yield forking
     forking.close()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -36,6 +37,10 @@ CONFIG = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+
+
+processes: Any = subprocess
+"""Starts servers. With the tests' fixtures it forks them; those of `anew` start as users' do."""
 
 
 def environment() -> dict[str, str]:
@@ -71,7 +76,7 @@ def write_tokenizer(directory: Path) -> Tokenizer:
 class Serving:
     """A `holdfast serve` process that is ready."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, announced: str = "") -> None:
+    def __init__(self, process: Any, url: str, announced: str = "") -> None:
         self.process = process
         self.url = url
         self.announced = announced
@@ -104,17 +109,21 @@ class Serving:
         return pid
 
 
-def serve(checkpoint: Path, *more: str) -> AbstractContextManager[Serving]:
+def serve(checkpoint: Path, *more: str, anew: bool = False) -> AbstractContextManager[Serving]:
     options = ["--cache-gb", "0.02", "--api-key", "one", "--api-key", "two", *more]
-    return started(str(checkpoint), "--load-format", "random", *options)
+    return started(str(checkpoint), "--load-format", "random", *options, anew=anew)
 
 
 @contextmanager
-def started(*options: str) -> Iterator[Serving]:
-    """`holdfast serve` with these options, where it finds the modules of this directory."""
+def started(*options: str, anew: bool = False) -> Iterator[Serving]:
+    """`holdfast serve` with these options, where it finds the modules of this directory.
+
+    `anew` starts a new interpreter for it, as users do. With Ray it is always a new one, as Ray starts others from it.
+    """
+    start = subprocess if anew or "--ray" in options else processes
     command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--threads", "1", *options]
     pipe, here = subprocess.PIPE, Path(__file__).parent
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=here) as process:
+    with start.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=here) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             address = next((line for line in process.stdout if "address" in line), "")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,19 @@ class Serving:
     def engine_pids(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
+
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """All engines stand still meanwhile, so that what runs goes on to run while a test looks at it."""
+        engines = self.engine_pids()
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in engines:
+                with suppress(ProcessLookupError):  # it was killed
+                    os.kill(pid, signal.SIGCONT)
 
     def engine_pid(self) -> int:
         (pid,) = self.engine_pids()

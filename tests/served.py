@@ -128,16 +128,21 @@ def serve(checkpoint: Path, *more: str, anew: bool = False) -> AbstractContextMa
     return started(str(checkpoint), "--load-format", "random", *options, anew=anew)
 
 
+def command(*arguments: str, cwd: Path | None = None, anew: bool = False) -> Any:
+    """A process of the `holdfast` command, whose output and errors are read as text."""
+    pipe, start = subprocess.PIPE, subprocess if anew else processes
+    words = [sys.executable, "-m", "holdfast.cli", *arguments]
+    return start.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=cwd or Path.cwd())
+
+
 @contextmanager
 def started(*options: str, anew: bool = False) -> Iterator[Serving]:
     """`holdfast serve` with these options, where it finds the modules of this directory.
 
     `anew` starts a new interpreter for it, as users do. With Ray it is always a new one, as Ray starts others from it.
     """
-    start = subprocess if anew or "--ray" in options else processes
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--threads", "1", *options]
-    pipe, here = subprocess.PIPE, Path(__file__).parent
-    with start.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=here) as process:
+    given = ("serve", "--port", "0", "--threads", "1", *options)
+    with command(*given, cwd=Path(__file__).parent, anew=anew or "--ray" in options) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             address = next((line for line in process.stdout if "address" in line), "")

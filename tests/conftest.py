@@ -48,6 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
             quick_apps.make_routes_when_asked()
             quick_apps.copy_empty_stores()
+            quick_apps.end_soon()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,6 +63,14 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests, and the processes that they start, leave the user's data alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """HTTP clients load no certificates of authorities. Each would take 20 ms, and tests make thousands of clients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
         yield
 
 

@@ -70,6 +70,7 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """HTTP clients load no certificates of authorities. Each would take 20 ms, and tests make thousands of clients."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
         yield
 

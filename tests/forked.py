@@ -108,9 +108,8 @@ class Forking:
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
         """Start a process. The arguments are those that `holdfast.engine` and `served` give to `subprocess.Popen`."""
         is_command = [*command[:3]] == [sys.executable, "-m", COMMAND]
-        if (
-            not (is_command or is_program(command)) or sys.platform != "linux"
-        ):  # others have no descriptors of processes
+        is_forked = (is_command or is_program(command)) and sys.platform == "linux"
+        if not is_forked:  # other systems have no descriptors of processes
             return subprocess.Popen(command, **options)
         with self._lock:
             if not self._template:

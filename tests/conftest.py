@@ -48,6 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
             quick_apps.make_routes_when_asked()
             quick_apps.copy_empty_stores()
+            quick_apps.end_soon()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,15 +67,27 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """HTTP clients load no certificates of authorities. Each would take 20 ms, and tests make thousands of clients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def forked_engines() -> Iterator[Forking]:
-    """Engines and ranks that tests start in this process are forked. Those of `holdfast serve` start as usual.
+    """Engines, ranks and servers that tests start are forked.
 
     With a GPU all start as usual: CUDA may not work after a fork.
     """
     forking = Forking()
     with pytest.MonkeyPatch.context() as patch:
-        for module in () if torch.cuda.is_available() else (spawn, ranks):
-            patch.setattr(module, "subprocess", forking)
+        if not torch.cuda.is_available():
+            for module in (spawn, ranks):
+                patch.setattr(module, "subprocess", forking)
+            for name in ("served", "tests.served"):  # tests import it by either name
+                patch.setattr(f"{name}.processes", forking)
         yield forking
     forking.close()
 

@@ -1,7 +1,8 @@
-"""Engine processes that tests fork from a template, which has imported PyTorch and the engine. They start at once.
+"""Processes that tests fork from a template, which has imported PyTorch, the engine and the server. They start at once.
 
-`Forking` stands in for the module `subprocess` where an engine or a rank is started. The template does what the new
-process would do: it takes over the descriptors, the environment and the arguments, and calls the same `main`.
+`Forking` stands in for the module `subprocess` where an engine, a rank or the `holdfast` command is started. The
+template does what the new process would do: it takes over the descriptors, the environment and the arguments, and
+calls the same `main`. A forked `holdfast serve` forks its first engine in turn, so that this is its own child.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self, cast
 
 PROGRAMS = ("holdfast.engine.process.serve", "holdfast.engine.ranks.work")
 """Modules with a `main` that takes the parent's process id, and then the other arguments."""
-PRELOADED = ("torch", "holdfast.engine.process.build", "holdfast.engine.ranks.paged")
+COMMAND = "holdfast.cli"
+"""The module that runs as the `holdfast` command."""
+PRELOADED = ("torch", "holdfast.engine.process.build", "holdfast.engine.ranks.paged", "holdfast.cli.command")
+LOADED_BY_COMMANDS = ("holdfast.cli.serve",)
+"""What commands import once they run. It comes last, as an engine needs none of it."""
 ORDER_BYTES, MOST_FILES = 1 << 17, 64
 """Most bytes of an order, which is one packet, and most descriptors with it."""
 START_SECONDS = 120.0
@@ -36,10 +42,18 @@ HIGH = 512
 
 
 class Forked:
-    """A forked process, with what engines use of `subprocess.Popen`."""
+    """A forked process, with what engines and tests use of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, ended: Future[int], stdin: IO[bytes]) -> None:
-        self.pid, self.stdin, self._ended = pid, stdin, ended
+    def __init__(
+        self,
+        pid: int,
+        ended: Future[int],
+        stdin: IO[bytes] | None = None,
+        stdout: IO[str] | None = None,
+        stderr: IO[str] | None = None,
+    ) -> None:
+        self.pid, self._ended = pid, ended
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
 
     @property
     def returncode(self) -> int | None:
@@ -54,21 +68,35 @@ class Forked:
         except TimeoutError:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
 
-    def kill(self) -> None:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what is left of standard output and of standard error, once the process has ended."""
+        assert self.stdout is not None and self.stderr is not None
+        with ThreadPoolExecutor(1) as reader:
+            errors = reader.submit(self.stderr.read)
+            output = self.stdout.read()
+        self.wait(timeout)
+        return output, errors.result()
+
+    def send_signal(self, number: int) -> None:
         if not self._ended.done():
             with contextlib.suppress(ProcessLookupError):  # the report of its end is on the way
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stdin.close()
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
         self.wait()
 
 
 class Forking:
-    """The module `subprocess`, whose `Popen` forks engines and ranks. Other processes start as usual."""
+    """The module `subprocess`, whose `Popen` forks engines, ranks and commands. Other processes start as usual."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,15 +106,20 @@ class Forking:
         return getattr(subprocess, name)
 
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
-        """Start a process. The arguments are those that `holdfast.engine` gives to `subprocess.Popen`."""
-        is_known = [*command[:3]] == [sys.executable, "-P", "-m"] and command[3] in PROGRAMS
-        if not is_known or sys.platform != "linux":  # others have no descriptors of processes
+        """Start a process. The arguments are those that `holdfast.engine` and `served` give to `subprocess.Popen`."""
+        is_command = [*command[:3]] == [sys.executable, "-m", COMMAND]
+        is_forked = (is_command or is_program(command)) and sys.platform == "linux"
+        if not is_forked:  # other systems have no descriptors of processes
             return subprocess.Popen(command, **options)
-        assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
         with self._lock:
             if not self._template:
                 self._template.append(Template())
-            return self._template[0].fork(command[3], command[5:], **options)
+            template = self._template[0]
+            if not is_command:
+                assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
+                return template.fork_program(command[3], command[5:], **options)
+            assert options.pop("stdout") == options.pop("stderr") == subprocess.PIPE and options.pop("text")
+            return template.fork_command(command[3:], **options)
 
     def close(self) -> None:
         """End the template, and with it all that was forked."""
@@ -119,7 +152,7 @@ class Template:
         self._reader = threading.Thread(target=self._read, name="forked", daemon=True)
         self._reader.start()
 
-    def fork(
+    def fork_program(
         self,
         program: str,
         arguments: Sequence[str],
@@ -128,21 +161,30 @@ class Template:
         *,
         start_new_session: bool = False,
     ) -> Forked:
-        """Start a process. For one thread at a time."""
+        """Start an engine or a rank. For one thread at a time."""
         theirs, ours = os.pipe()
-        order = {
-            "program": program,
-            "arguments": arguments,
-            "environment": dict(env),
-            "directory": str(Path.cwd()),
-            "descriptors": [0, 1, 2, *pass_fds],
-            "session": start_new_session,
-        }
+        try:
+            order = order_of(program, arguments, env, Path.cwd(), pass_fds, session=start_new_session)
+            return Forked(*self._fork(order, [theirs, 2, 2, *pass_fds]), os.fdopen(ours, "wb"))
+        finally:
+            os.close(theirs)
+
+    def fork_command(self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path) -> Forked:
+        """Start the `holdfast` command, whose output is read. For one thread at a time."""
+        output, errors = os.pipe(), os.pipe()
+        try:
+            made = self._fork(order_of(COMMAND, arguments, env, cwd), [0, output[1], errors[1]])
+        finally:
+            os.close(output[1])
+            os.close(errors[1])
+        return Forked(*made, None, os.fdopen(output[0]), os.fdopen(errors[0]))
+
+    def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> tuple[int, Future[int]]:
+        """Start a process with these descriptors. Returns its id, and its exit status as it will be."""
         forked: Future[tuple[int, Future[int]]] = Future()
         self._ordered.append(forked)
-        socket.send_fds(self._socket, [json.dumps(order).encode()], [theirs, 2, 2, *pass_fds])
-        os.close(theirs)
-        return Forked(*forked.result(START_SECONDS), os.fdopen(ours, "wb"))
+        socket.send_fds(self._socket, [json.dumps(order).encode()], files)
+        return forked.result(START_SECONDS)
 
     def close(self) -> None:
         """End this process. What was forked ends with it."""
@@ -166,11 +208,36 @@ class Template:
             forked.set_exception(RuntimeError("the process from which engines are forked has ended, and said why"))
 
 
+def is_program(command: Sequence[str]) -> bool:
+    """Whether this starts an engine or a rank."""
+    return [*command[:3]] == [sys.executable, "-P", "-m"] and command[3] in PROGRAMS
+
+
+def order_of(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    pass_fds: Sequence[int] = (),
+    *,
+    session: bool = False,
+) -> dict[str, Any]:
+    """What a new process needs to know. The descriptors after the first three keep their numbers."""
+    return {
+        "program": program,
+        "arguments": [*arguments],
+        "environment": dict(environment),
+        "directory": str(directory),
+        "descriptors": [0, 1, 2, *pass_fds],
+        "session": session,
+    }
+
+
 def serve(connection: socket.socket) -> NoReturn:
     """Fork a process for each order, and report its end, until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
-    for name in (*PRELOADED, *PROGRAMS):
+    for name in (*PRELOADED, *PROGRAMS, *LOADED_BY_COMMANDS):
         importlib.import_module(name)
     gc.freeze()
     poll = select.poll()
@@ -221,17 +288,92 @@ def become(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
         os.chdir(order["directory"])
         os.environ.clear()
         os.environ.update(order["environment"])
-        first = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-        sys.path[:] = [*first, *(each for each in sys.path if each not in first)]
+        is_command = order["program"] == COMMAND
+        local = [order["directory"]] * is_command  # as `-m` does it without `-P`
+        first = [*local, *(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)]
+        sys.path[:] = [*first, *(each for each in PATH if each not in first)]
         sys.argv[1:] = order["arguments"]
+        if os.environ.get("PYTHONWARNINGS") == "default":
+            warnings.resetwarnings()
         gc.enable()
-        module = importlib.import_module(order["program"])
-        module.end_process(module.main(os.getppid(), *order["arguments"]))
+        run_command() if is_command else run_program(order["program"], order["arguments"])
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
+
+def run_program(program: str, arguments: Sequence[str]) -> NoReturn:
+    """Be an engine or a rank."""
+    module = importlib.import_module(program)
+    module.end_process(module.main(os.getppid(), *arguments))
+
+
+def run_command() -> NoReturn:
+    """Be the `holdfast` command. Its first engine is forked."""
+    from holdfast import cli
+    from holdfast.engine import link, spawn
+
+    link.die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    spawn.subprocess = ForkingItself()  # type: ignore[assignment]
+    try:
+        status = cli.main()
+    except SystemExit as exit:
+        status = exit.code if isinstance(exit.code, int) else 1
+    link.end_process(status)
+
+
+class ForkingItself:
+    """The module `subprocess` of a forked command. Its `Popen` forks an engine if no other thread runs.
+
+    A lock that another thread holds would stay locked in the new process.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: Sequence[str], **options: Any) -> Any:
+        if not is_program(command) or len([*Path("/proc/self/task").iterdir()]) > 1:
+            return subprocess.Popen(command, **options)
+        assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
+        session = options.pop("start_new_session")
+        order = order_of(command[3], command[5:], options.pop("env"), Path.cwd(), session=session)
+        assert not options
+        theirs, ours = os.pipe()
+        pid = os.fork()
+        if not pid:
+            for file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+                if file > 2 and file != theirs:
+                    with contextlib.suppress(OSError):  # that of the directory, which is closed by now
+                        os.close(file)
+            become(order, [theirs, os.dup(2), os.dup(2)])
+        os.close(theirs)
+        return Child(pid, os.fdopen(ours, "wb"))
+
+
+class Child:
+    """An engine that this process has forked, with what `EngineProcess` uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid, self.stdin = pid, stdin
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> int:
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # a thread has just waited for its end
+                os.kill(self.pid, signal.SIGKILL)
+
+
+PATH = [*sys.path]
+"""The template's path of modules."""
 
 if __name__ == "__main__":
     serve(socket.socket(fileno=int(cast("str", sys.argv[1]))))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -36,6 +38,10 @@ CONFIG = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+
+
+processes: Any = subprocess
+"""Starts servers. With the tests' fixtures it forks them; those of `anew` start as users' do."""
 
 
 def environment() -> dict[str, str]:
@@ -71,7 +77,7 @@ def write_tokenizer(directory: Path) -> Tokenizer:
 class Serving:
     """A `holdfast serve` process that is ready."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, announced: str = "") -> None:
+    def __init__(self, process: Any, url: str, announced: str = "") -> None:
         self.process = process
         self.url = url
         self.announced = announced
@@ -99,22 +105,44 @@ class Serving:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """All engines stand still meanwhile, so that what runs goes on to run while a test looks at it."""
+        engines = self.engine_pids()
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in engines:
+                with suppress(ProcessLookupError):  # it was killed
+                    os.kill(pid, signal.SIGCONT)
+
     def engine_pid(self) -> int:
         (pid,) = self.engine_pids()
         return pid
 
 
-def serve(checkpoint: Path, *more: str) -> AbstractContextManager[Serving]:
+def serve(checkpoint: Path, *more: str, anew: bool = False) -> AbstractContextManager[Serving]:
     options = ["--cache-gb", "0.02", "--api-key", "one", "--api-key", "two", *more]
-    return started(str(checkpoint), "--load-format", "random", *options)
+    return started(str(checkpoint), "--load-format", "random", *options, anew=anew)
+
+
+def command(*arguments: str, cwd: Path | None = None, anew: bool = False) -> Any:
+    """A process of the `holdfast` command, whose output and errors are read as text."""
+    pipe, start = subprocess.PIPE, subprocess if anew else processes
+    words = [sys.executable, "-m", "holdfast.cli", *arguments]
+    return start.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=cwd or Path.cwd())
 
 
 @contextmanager
-def started(*options: str) -> Iterator[Serving]:
-    """`holdfast serve` with these options, where it finds the modules of this directory."""
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--threads", "1", *options]
-    pipe, here = subprocess.PIPE, Path(__file__).parent
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=here) as process:
+def started(*options: str, anew: bool = False) -> Iterator[Serving]:
+    """`holdfast serve` with these options, where it finds the modules of this directory.
+
+    `anew` starts a new interpreter for it, as users do. With Ray it is always a new one, as Ray starts others from it.
+    """
+    given = ("serve", "--port", "0", "--threads", "1", *options)
+    with command(*given, cwd=Path(__file__).parent, anew=anew or "--ray" in options) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             address = next((line for line in process.stdout if "address" in line), "")

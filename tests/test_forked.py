@@ -1,4 +1,4 @@
-"""Engine processes that tests fork: they are what was ordered, and they end."""
+"""Processes that tests fork: they are what was ordered, and they end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from holdfast.core.version import __version__
 from holdfast.engine import spawn
 from tests.forked import Forked, Forking
+from tests.served import make_checkpoint, serve
 
 ENGINE = "holdfast.engine.process.serve"
 
@@ -34,7 +37,7 @@ def engine(forking: Forking, **options: Any) -> Forked:
     return found
 
 
-def of(process: Forked, name: str) -> Path:
+def of(process: Any, name: str) -> Path:
     return Path(f"/proc/{process.pid}/{name}")
 
 
@@ -84,6 +87,52 @@ def test_the_template_has_one_thread_when_it_forks(forking: Forking) -> None:
     with engine(forking) as process:
         template = of(process, "stat").read_text().split()[3]
         assert len([*Path(f"/proc/{template}/task").iterdir()]) == 1
+
+
+def command(forking: Forking, *arguments: str, **options: Any) -> Forked:
+    """The `holdfast` command, as `served` starts it."""
+    pipe, given = subprocess.PIPE, {"env": dict(os.environ), "cwd": Path.cwd()} | options
+    found = forking.Popen(
+        [sys.executable, "-m", "holdfast.cli", *arguments], stdout=pipe, stderr=pipe, text=True, **given
+    )
+    assert isinstance(found, Forked)
+    return found
+
+
+def test_a_forked_command_has_its_own_output_errors_and_status(forking: Forking) -> None:
+    with command(forking, "--version") as process:
+        assert process.communicate(60) == (f"holdfast {__version__}\n", "")
+        assert process.returncode == 0
+    with command(forking, "serve", "--port", "70000") as process:
+        output, errors = process.communicate(60)
+        assert (process.returncode, output) == (2, "") and "70000" in errors
+
+
+def test_a_forked_server_finds_the_modules_of_its_directory_and_prints_warnings_where_asked_to(
+    forking: Forking, tmp_path: Path
+) -> None:
+    (tmp_path / "local_apps.py").write_text("import warnings\nwarnings.warn('an app', DeprecationWarning)\n")
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    asked = ("serve", "--app", "local_apps:none", "--port", "0")
+    with command(forking, *asked, cwd=tmp_path, env=environment) as process:
+        _, errors = process.communicate(60)
+        assert process.returncode == 2, errors
+        assert "an app" in errors and "none" in errors
+
+
+def test_a_forked_server_has_an_engine_of_its_own_and_ends_at_a_signal(tmp_path: Path) -> None:
+    with serve(make_checkpoint(tmp_path / "bytes"), "--store", "memory") as serving:
+        assert isinstance(serving.process, Forked)
+        engine = serving.engine_pid()
+        assert len([*Path(f"/proc/{engine}/task").iterdir()]) > 1, "it is an engine"
+        of_engine, of_server = (
+            {name for each in of(process, "fd").iterdir() if (name := str(each.readlink())).startswith("socket")}
+            for process in (SimpleNamespace(pid=engine), serving.process)
+        )
+        assert of_server and not of_engine & of_server, "the engine keeps no port open"
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.process.wait(60) == 0
+        assert not Path(f"/proc/{engine}").exists()
 
 
 def test_other_processes_start_as_usual(forking: Forking) -> None:

@@ -125,7 +125,7 @@ def figures_of(profile, tmp_path, *arguments):
 
 
 def test_goodput_counts_the_requests_within_each_limit_and_within_all(profile, tmp_path):
-    given = ("--workload", "multi-turn", "--requests", "11", "--rates", "20")
+    given = ("--requests", "60", "--rates", "20")
     plain = figures_of(profile, tmp_path, *given)
     assert "request_goodput" not in plain
 

@@ -22,7 +22,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello! This is a prompt of more
 
 @pytest.fixture(scope="module")
 def serving(checkpoint: Path) -> Iterator[Serving]:
-    with serve(checkpoint) as process:
+    with serve(checkpoint, anew=True) as process:
         yield process
 
 
@@ -116,7 +116,7 @@ def test_chat_through_a_pipe_answers_each_line(serving: Serving) -> None:
 
 
 def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
-    with serve(checkpoint) as serving, serving.client() as client:
+    with serve(checkpoint, anew=True) as serving, serving.client() as client:
         stream = client.chat.completions.create(model="bytes", messages=HELLO, max_tokens=200, stream=True)
         next(iter(stream))
         serving.process.send_signal(signal.SIGTERM)
@@ -125,7 +125,7 @@ def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
 
 
 def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint: Path) -> None:
-    with serve(checkpoint) as serving, serving.client() as client:
+    with serve(checkpoint, anew=True) as serving, serving.client() as client:
         stream = client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
         next(iter(stream))
         os.kill(serving.engine_pid(), signal.SIGKILL)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from served import command
 
 from holdfast.cli import main
 from holdfast.cli.engine import ListenConfig, key_of, local_key
@@ -20,15 +19,12 @@ from holdfast.cli.flags import UsageError
 from holdfast.engine import messages
 from holdfast.engine.client.attachment import Attachment
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+SIZES = ("--cache-gb", "0.05", "--threads", "1", "--device", "cpu")
 
 
 def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tmp_path: Path) -> None:
     address = f"{tmp_path}/engine.sock"
-    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", address, "--cache-gb", "0.05"]
-    with subprocess.Popen(
-        [*command, "--threads", "1", "--device", "cpu"], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    ) as engine:
+    with command("engine", "--listen", address, *SIZES, anew=True) as engine:
         assert engine.stdout is not None
         said = ""
         while "serves it" not in said:
@@ -43,13 +39,9 @@ def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tm
 
 
 @contextmanager
-def running_engine(address: str, *more: str) -> Iterator[subprocess.Popen[str]]:
+def running_engine(address: str, *more: str) -> Iterator[Any]:
     """An engine that is ready at an address."""
-    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", address, "--cache-gb", "0.05", *more]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--threads", "1", "--device", "cpu"], env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True
-    ) as engine:
+    with command("engine", "--listen", address, *SIZES, *more) as engine:
         try:
             assert engine.stdout is not None
             while "serves it" not in (line := engine.stdout.readline()):
@@ -111,13 +103,10 @@ def test_the_key_of_an_engine_on_tcp_is_made_and_a_path_needs_none(tmp_path: Pat
 
 
 def test_an_engine_that_no_server_attaches_to_ends_after_the_given_time(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", f"{tmp_path}/engine.sock"]
-    sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
-    ended = subprocess.run(
-        [*command, *sizes, "--end-unattended", "1"], env=ENVIRONMENT, capture_output=True, text=True, timeout=100
-    )
-    assert ended.returncode == 0
-    assert "no server was attached for 1 s, so the engine ends" in ended.stderr
+    with command("engine", "--listen", f"{tmp_path}/engine.sock", *SIZES, "--end-unattended", "1") as engine:
+        _, errors = engine.communicate()
+    assert engine.returncode == 0
+    assert "no server was attached for 1 s, so the engine ends" in errors
 
 
 def test_engines_of_one_user_share_a_key_that_only_the_user_can_read(

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from fake_engine import FakeClient, engine_info
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.numpy import load_file
-from served import environment
+from served import command
 from serving import listening
 
 from holdfast.cli import tune
@@ -188,7 +186,7 @@ def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Pa
     file = written(tmp_path, *examples(30))
     options = ["--load-format", "random", "--cache-gb", "0.05", "--threads", "1", "--tuning-mirror", "off"]
     more = ["--epochs", "24", "--batch-size", "3", "--rank", "4", "--learning-rate-multiplier", "10"]
-    command = [sys.executable, "-m", "holdfast.cli", "tune", file, "--model", str(checkpoint), *options, *more]
+    words = ["tune", file, "--model", str(checkpoint), *options, *more]
     store = tmp_path / "data.adapter.partial" / "store.sqlite"
 
     def steps() -> list[int]:
@@ -199,7 +197,7 @@ def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Pa
             return []
         return [data["step"] for (row,) in rows if (data := json.loads(row).get("data"))]
 
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+    with command(*words) as process:
         while len(steps()) < 10 and process.poll() is None:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
@@ -207,9 +205,10 @@ def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Pa
     assert process.returncode == 130 and "paused; the same command goes on with it" in printed, printed
     found = steps()
     assert found == list(range(1, len(found) + 1)) and len(found) < 240
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "240 steps, " in done.stderr
+    with command(*words) as done:
+        _, printed = done.communicate()
+    assert done.returncode == 0, printed
+    assert "240 steps, " in printed
     adapter = load_file(tmp_path / "data.adapter" / "adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 2 and any(abs(matrix).max() > 0 for name, matrix in adapter.items() if "_B" in name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.adapter", "data.jsonl"]

@@ -54,7 +54,8 @@ def read(served: Serving, kill_at: int | None = None) -> tuple[str, list[float],
                 logprobs += [each for each in choice.logprobs.token_logprobs or () if each is not None]
         usage = chunk.usage or usage
         if kill_at is not None and len(logprobs) >= kill_at:
-            os.kill(busy(served)["pid"], signal.SIGKILL)
+            with served.standstill():
+                os.kill(busy(served)["pid"], signal.SIGKILL)
             kill_at = None
     return text, logprobs, reason, usage
 

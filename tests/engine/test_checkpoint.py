@@ -1,6 +1,7 @@
 """Checkpoint: resolving a model name, bounded files, converting a tokenizer."""
 
 import json
+import os
 
 import pytest
 
@@ -9,6 +10,7 @@ from holdfast.engine import checkpoint, gguf
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, read_json, read_text, tokenizer_file
 from holdfast.engine.client.text import Text
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.models import gguf_metadata
 from tests.checkpoints import make
 from tests.gguf_files import write_gguf
 from tests.tokenizers_made import byte_level
@@ -81,10 +83,9 @@ def test_a_tokenizer_without_json_is_converted_once(old_checkpoint, monkeypatch)
 
 def test_a_conversion_that_is_killed_leaves_nothing_behind(old_checkpoint, tmp_path, monkeypatch):
     left = []
-    convert = checkpoint._convert
 
-    def watched(*given):
-        convert(*given)
+    def watched(directory, target):
+        os.write(target, b"{}")
         left.extend(path for path in (tmp_path / "cache").rglob("*") if path.name not in ("holdfast", "tokenizers"))
 
     monkeypatch.setattr(checkpoint, "_convert", watched)
@@ -126,7 +127,13 @@ def test_a_gguf_file_is_a_checkpoint_whose_metadata_is_read_once(gguf_model, mon
     assert [path.name for path in found.directory.parent.iterdir()] == [found.directory.name]
 
 
-def test_a_gguf_file_that_was_replaced_is_read_again(gguf_model, tmp_path):
+@pytest.fixture
+def described_here(monkeypatch):
+    """GGUF files are read in this process: another one imports Transformers for seconds."""
+    monkeypatch.setattr(gguf, "_describe", gguf_metadata.write)
+
+
+def test_a_gguf_file_that_was_replaced_is_read_again(gguf_model, tmp_path, described_here):
     first = Checkpoint.find(str(gguf_model))
     write_gguf(gguf_model, tmp_path / "plain", "llama", kind="Q4_0", tokenizer=byte_level())
     second = Checkpoint.find(str(gguf_model))
@@ -160,7 +167,7 @@ def test_a_model_of_which_a_later_part_was_replaced_is_read_again(gguf_model, mo
     assert Checkpoint.find(str(parts[0])).directory != first.directory and len(described) == 2
 
 
-def test_another_host_gets_the_path_of_a_gguf_file(gguf_model):
+def test_another_host_gets_the_path_of_a_gguf_file(gguf_model, described_here):
     config = EngineConfig(model=str(gguf_model))
     assert for_other_hosts(config, Checkpoint.of(config)).model == str(gguf_model)
 

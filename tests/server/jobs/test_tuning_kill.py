@@ -60,7 +60,7 @@ def test_a_server_killed_in_mid_job_continues_and_serves_the_adapter(tmp_path: P
                 file = client.files.create(file=("in.jsonl", jsonl([line] * 8)), purpose="fine-tune")
                 method: Any = {"type": "supervised", "supervised": {"hyperparameters": chosen}}
                 id = client.fine_tuning.jobs.create(model=MODEL, training_file=file.id, method=method, seed=3).id
-            least = known + 5
+            least = known + 2
             until(client, id, lambda job: len(steps(client, id)) >= least)  # noqa: B023
             known = len(steps(client, id))
             kill(server)

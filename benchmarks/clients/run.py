@@ -5,10 +5,10 @@
     python benchmarks/clients/run.py --source llama-stack=DIR --source openresponses=DIR --source openresponses-gw=DIR
 
 Suites without a package run from a checkout of their repository: llamastack/llama-stack, openresponses/openresponses
-(of early 2026, with six tests) and leseb/openresponses-gw. Environments stay in build/clients, so a second run installs
-nothing. Writes results/clients.json next to this file, and docs/clients.md. Suites that do not run keep their last
-result. Exit status 1 if a suite passes fewer cases than it must. Needs the internet to install packages, and Node 20 or
-newer with npm.
+and leseb/openresponses-gw. Environments stay in build/clients (guidellm's has 6 GB: it requires torch), so a second run
+installs nothing. Writes results/clients.json next to this file, and docs/clients.md. Suites that do not run keep their
+last result. Exit status 1 if a suite passes fewer cases than it must. Needs the internet to install packages, and npm:
+it installs the newest Node and Bun.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Where:
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         asked = {"SERVER_URL": self.url, "SERVER_MODEL": MODEL, "SERVER_KEY": KEY}
         asked["SERVER_TOKENIZER"] = str(ROOT / "holdfast" / "builtin" / MODEL)
+        asked["PATH"] = os.pathsep.join((str(newer_node(self.directory)), kept["PATH"]))
         return kept | asked | TENANTS | {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
     def run(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> str:
@@ -167,7 +168,7 @@ def openresponses(where: Where) -> list[Case]:
     for name in ("bin", "src/lib", "src/generated"):  # modules are looked up next to the files that import them
         shutil.copytree(where.source / name, where.directory / name, dirs_exist_ok=True)
     given = ("--base-url", f"{where.url}/v1", "--api-key", KEY, "--model", MODEL, "--json")
-    printed = where.run("node_modules/.bin/tsx", "bin/compliance-test.ts", *given)
+    printed = where.run("node_modules/.bin/bun", "bin/compliance-test.ts", *given)
     return [
         {"case": result["id"], "outcome": result["status"]}
         | ({"reason": "; ".join(result["errors"])} if result.get("errors") else {})
@@ -201,8 +202,8 @@ SUITES = (
         "openresponses",
         "OpenResponses' compliance tests",
         openresponses,
-        node=("tsx", "zod@3"),
-        least=5,
+        node=("bun", "zod@3"),
+        least=15,
         named=("zod",),
         needs_source=True,
     ),
@@ -379,6 +380,11 @@ def server(log: Path) -> Iterator[str]:
             process.terminate()
 
 
+def newer_node(directory: Path) -> Path:
+    """The directory of the newest Node, which npm installs into an environment."""
+    return directory / "node_modules" / "node" / "bin"
+
+
 def prepare(suite: Suite, directory: Path) -> None:
     """Install what a suite needs, if it is not there yet. Raises CalledProcessError."""
     done = directory / ".ready"
@@ -391,7 +397,10 @@ def prepare(suite: Suite, directory: Path) -> None:
         subprocess.run([directory / "bin" / "pip", "install", "--quiet", "--upgrade", *suite.python], check=True)
     if suite.node:
         (directory / "package.json").write_text("{}")
-        subprocess.run(["npm", "install", "--silent", *suite.node], cwd=directory, check=True)
+        path = os.pathsep.join((str(newer_node(directory)), os.environ["PATH"]))
+        for names in (("node",), suite.node):  # npm leaves out versions that the Node that runs it is too old for
+            command = ["npm", "install", "--silent", *names]
+            subprocess.run(command, cwd=directory, check=True, env=os.environ | {"PATH": path})
     done.write_text(wanted)
 
 

@@ -275,6 +275,16 @@ SUITES = (
     ),
     Suite("litellm", "calls, and the errors made of a server's", cases("with_litellm.py"), python=("litellm", "mcp")),
     Suite("instructor", "typed answers", cases("with_instructor.py"), python=("instructor",)),
+    Suite("llm", "the llm command's library, with a tool and a schema", cases("with_llm.py"), python=("llm",)),
+    Suite("dspy", "DSPy's predictors, and an agent with a tool", cases("with_dspy.py"), python=("dspy",)),
+    Suite("haystack", "Haystack's OpenAI generators", cases("with_haystack.py"), python=("haystack-ai",)),
+    Suite(
+        "autogen",
+        "AutoGen's client of models, and an agent",
+        cases("with_autogen.py"),
+        python=("autogen-ext[openai]", "autogen-agentchat"),
+    ),
+    Suite("smolagents", "smolagents' model, and an agent", cases("with_smolagents.py"), python=("smolagents[openai]",)),
     Suite(
         "lm_eval",
         "lm-evaluation-harness: generated and chosen answers",

@@ -759,7 +759,7 @@ class TestTenants:
          "input[0].results[0].title", "invalid_value"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "invalid_value"),
         ({"input": [{"type": "function_call_output", "call_id": "call_x", "output": "x"}]}, "input", "invalid_value"),
-        ({"input": [{"type": "custom_tool_call_output", "call_id": "call_x", "output": "x"}]}, "input", "invalid_value"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "a", "output": "x"}]}, "input", "invalid_value"),
         ({"input": [{"role": "pirate", "content": "x"}]}, "input[0].role", "invalid_value"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type",
          "unsupported_content"),

@@ -22,6 +22,10 @@ class Served(dspy.LM):
 
     supports_response_schema = True
 
+    @property
+    def supported_params(self) -> set[str]:
+        return {*super().supported_params, "response_format"}
+
 
 def model(**options: Any) -> dspy.LM:
     given = {"temperature": 0, "max_tokens": 128, "cache": False, "num_retries": 0} | options

@@ -303,7 +303,10 @@ REASONS = (
     ),
     (r"input_image|does not see|^image-input", "needs a model that sees; refused by name"),
     (r"vector stores|file_search|assistants", "file search and its files are not supported; refused by name"),
-    (r"error_when_header_provided", "expects that a key among an MCP server's headers is refused; OpenAI's API takes it"),
+    (
+        r"error_when_header_provided",
+        "expects that a key among an MCP server's headers is refused; OpenAI's API takes it",
+    ),
     (r"connector", "names an MCP server by llama-stack's own settings"),
     (r"Prompts API", "makes prompts by a route that OpenAI's API does not have; here they are files of the operator"),
     (r"compact-missing-model", "expects that a request without a model is refused; here it means the served model"),

@@ -63,8 +63,11 @@ def test_conversations_continue_after_the_server_was_killed_during_a_turn(checkp
         assert [item.content[0].text for item in items] == [  # type: ignore[union-attr]
             text for number in range(TURNS) for text in (f"turn {number}", chained[number])
         ]
-        for after in ({"previous_response_id": previous}, {"conversation": conversation}):
-            with pytest.raises(openai.NotFoundError):
+        for after, missing in (
+            ({"previous_response_id": previous}, openai.BadRequestError),
+            ({"conversation": conversation}, openai.NotFoundError),
+        ):
+            with pytest.raises(missing, match="not found"):
                 other.responses.create(**going_on, **after)
             response = client.responses.create(**going_on, **after)
             assert response.output_text == expected

@@ -48,6 +48,8 @@ REMOTE_FIELDS = (
 )  # fmt: skip
 RESULT_IDS = {"function_call_output": "fco", "custom_tool_call_output": "ctco"}
 """Prefix of ids by type of result."""
+CLIENT_CALLS = ("function_call", "custom_tool_call")
+"""Types of calls that the client makes."""
 REQUEST_FIELDS = ("type", "id", "status", "server_label", "name", "arguments")
 APPROVAL_FIELDS = ("type", "id", "status", "approval_request_id", "approve", "reason")
 MOST_LISTED = 1024
@@ -427,6 +429,18 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
         path = f"{name}.{field}"
         raise invalid(f"{path} must be a string", path)
     return value
+
+
+def check_results(before: Sequence[Item], given: Sequence[Item]) -> None:
+    """Raises ApiError if a turn's input gives the result of a call that neither it nor the turns before it have."""
+    results = [item for item in given if item["type"] in RESULT_IDS]
+    if not results:
+        return
+    called = {item["call_id"] for item in unfolded([*before, *given]) if item["type"] in CLIENT_CALLS}
+    for item in results:
+        if item["call_id"] not in called:
+            kind = "custom tool call" if item["type"] == "custom_tool_call_output" else "function call"
+            raise invalid(f"No tool call found for {kind} output with call_id {item['call_id'][:64]}.", "input")
 
 
 def text_size(opening: Sequence[Mapping[str, Any]], items: Sequence[Item]) -> int:

@@ -31,6 +31,10 @@ class TurnMemory:
         found = self._turns.get(response)
         return None if found is None else found[0]
 
+    def forget(self, response: str) -> None:
+        """Forget the state after a turn, if it is kept."""
+        self._turns.pop(response, None)
+
     @property
     def _size(self) -> int:
         return sum(size for _, size in self._turns.values())

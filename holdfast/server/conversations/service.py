@@ -379,7 +379,7 @@ class Responses:
             await self.store.run(lambda store: store.leases.cancel(response))
             found = await self.until_ended(tenant, found)
         if not found["background"]:
-            reason = "only a response with background: true can be cancelled; to stop this one, close its connection"
+            reason = "Cannot cancel a synchronous response: it needs background: true; to stop it, close its connection"
             raise invalid(reason, "response_id")
         return found
 

@@ -16,7 +16,14 @@ from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.compaction import summarize, worth_compacting
-from holdfast.server.conversations.items import encode_compacted, messages, opening_messages, replacing, text_size
+from holdfast.server.conversations.items import (
+    check_results,
+    encode_compacted,
+    messages,
+    opening_messages,
+    replacing,
+    text_size,
+)
 from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.prompt import Prompt, compose
@@ -442,6 +449,12 @@ class Writing:
         return [self.prompt.tokens]
 
     async def _find_context(self) -> Context:
+        """Find the state that the turn builds on. Raises ApiError, also if a result in the input has no call."""
+        context = await self._stored_context()
+        check_results(context.items, self.input)
+        return context
+
+    async def _stored_context(self) -> Context:
         store, tenant = self.server.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
         if self.wanted.branch and self.begun:  # The conversation may have another end now.
@@ -455,7 +468,13 @@ class Writing:
                 return kept
             self.input = [*kept.items, *self.input]  # The store does not have them.
             return replace(kept, items=())
-        context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
+        try:
+            context = await store.read(lambda store: store.turns.context(tenant, previous))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            reason = f"Previous response with id '{previous[:64]}' not found."  # Clients look for OpenAI's words.
+            raise invalid(reason, "previous_response_id", "previous_response_not_found") from None
         if context.status not in GOOD:
             lost = context.status in RUNNING and not (
                 self.server.running(tenant, previous)

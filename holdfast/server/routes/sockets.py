@@ -45,6 +45,10 @@ DROPPED = (
 """Headers of a handshake that its requests do not have."""
 
 
+class _Continued(msgspec.Struct):
+    previous_response_id: Any = None
+
+
 class Sockets:
     """The outermost layer: serves WebSockets, and lets everything else pass."""
 
@@ -203,7 +207,14 @@ class Socket:
         except Exception as error:  # The connection has other turns.
             log.error("a turn on a WebSocket failed", exc_info=error)
         if not 200 <= reply.status < 400:
+            self._forget_previous(body)
             await self._event(reply.error(), lane)
+
+    def _forget_previous(self, body: bytes) -> None:
+        """Forget the turn that a failed one went on from, as the OpenResponses specification demands."""
+        previous = msgspec.json.decode(body, type=_Continued).previous_response_id
+        if isinstance(previous, str):
+            self._memory.forget(previous)
 
     async def _fail(self, error: ApiError, lane: str | None) -> None:
         await self._event({"type": "error", "status": error.status, **error.body()}, lane)

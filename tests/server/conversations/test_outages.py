@@ -77,8 +77,10 @@ async def test_postgresql_that_is_away_for_10_s_costs_no_answer_and_the_server_n
     )  # fmt: skip
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     assert (await api.post("/v1/chat/completions", json=chat)).status_code == 200, "it needs no store"
+    continued = await api.post("/v1/responses", json={**ASKED, "previous_response_id": "resp_none"})
     unknown = await api.get("/v1/responses/resp_none")
-    assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "store_unavailable")
+    for reply in (continued, unknown):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")
     assert unknown.headers["retry-after"] == "5"
     assert (await api.get("/health")).json()["status"] == "store fails"
     assert not streamed.done()

@@ -388,7 +388,7 @@ class TestWhatIsNotStored:
         response = await api.responses.create(model="tiny", input="hello", store=False)
         with pytest.raises(openai.NotFoundError):
             await api.responses.retrieve(response.id)
-        with pytest.raises(openai.NotFoundError, match="was not found") as refused:
+        with pytest.raises(openai.BadRequestError, match="not found") as refused:
             await api.responses.create(model="tiny", input="on", previous_response_id=response.id)
         assert refused.value.param == "previous_response_id"
 
@@ -721,7 +721,6 @@ class TestTenants:
             foreign.responses.delete(response.id),
             foreign.responses.cancel(response.id),
             foreign.responses.input_items.list(response.id),
-            foreign.responses.create(**asked, previous_response_id=response.id),
             foreign.responses.create(**asked, conversation=made.id),
             foreign.conversations.retrieve(made.id),
             foreign.conversations.update(made.id, metadata={}),
@@ -733,6 +732,10 @@ class TestTenants:
         ):
             with pytest.raises(openai.NotFoundError):
                 await call
+        for id in (response.id, "resp_never"):
+            with pytest.raises(openai.BadRequestError, match=f"Previous response with id '{id}' not found") as refused:
+                await foreign.responses.create(**asked, previous_response_id=id)
+            assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
         assert (await api.responses.retrieve(response.id)).id == response.id
         assert len((await api.conversations.items.list(made.id)).data) == 1
 
@@ -755,6 +758,8 @@ class TestTenants:
         ({"input": [{"type": "web_search_call", "action": {"query": "x"}, "results": [{"url": 3}]}]},
          "input[0].results[0].title", "invalid_value"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "invalid_value"),
+        ({"input": [{"type": "function_call_output", "call_id": "call_x", "output": "x"}]}, "input", "invalid_value"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "a", "output": "x"}]}, "input", "invalid_value"),
         ({"input": [{"role": "pirate", "content": "x"}]}, "input[0].role", "invalid_value"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type",
          "unsupported_content"),
@@ -806,7 +811,7 @@ async def test_at_most_twenty_items_are_added_at_once(api: openai.AsyncOpenAI) -
 
 
 async def test_metrics_count_responses_without_labels_for_ids(api: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError):
         await api.responses.create(model="tiny", input="on", previous_response_id="resp_nowhere")
     with pytest.raises(openai.NotFoundError):
         await api.conversations.update("conv_nowhere", metadata={})

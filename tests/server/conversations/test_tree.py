@@ -321,7 +321,7 @@ async def test_a_conversation_is_deleted_with_its_responses_on_request(api: http
     await api.delete(f"/conversations/{gone}", params={"responses": "true"})
     await got(api, f"/responses/{of_kept}")
     await got(api, f"/responses/{of_gone}", 404)
-    await sent(api, "/responses", {"model": "tiny", "input": "on", "previous_response_id": of_gone}, 404)
+    await sent(api, "/responses", {"model": "tiny", "input": "on", "previous_response_id": of_gone}, 400)
 
 
 def test_a_thousand_conversations_are_listed_and_searched_in_a_fraction_of_a_second() -> None:

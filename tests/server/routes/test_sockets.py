@@ -97,8 +97,26 @@ async def test_turns_that_are_not_stored_go_on_within_their_connection(server: L
     assert prompts(client)[1] == said
     assert prompts(client)[2] == f"{said}{ANSWER}<user>more<assistant>"
     assert prompts(client)[3] == f"{prompts(client)[2]}{ANSWER}<user>end<assistant>"
-    assert (lost.status, lost.error.param) == (404, "previous_response_id")
+    assert (lost.status, lost.error.param) == (400, "previous_response_id")
+    assert lost.error.code == "previous_response_not_found"
     assert stored.status == "completed"
+
+
+async def test_a_turn_that_fails_ends_the_chain_that_is_not_stored(server: Listening) -> None:
+    async with connected(server) as connection:
+        first = await turn(connection, input="hello", store=False)
+        other = await turn(connection, input="hello", store=False)
+        stored = await turn(connection, input="hello")
+        wrong = [{"type": "function_call_output", "call_id": "call_x", "output": "1"}]
+        failed = [
+            await turn(connection, input=wrong, store=False, previous_response_id=id) for id in (first.id, stored.id)
+        ]
+        unread = await turn(connection, input="x", previous_response_id={"not": "an id"})
+        gone = await turn(connection, input="again", store=False, previous_response_id=first.id)
+        fine = [await turn(connection, input="on", previous_response_id=id) for id in (other.id, stored.id)]
+    assert [error.status for error in (*failed, unread)] == [400, 400, 400]
+    assert gone.error.code == "previous_response_not_found"
+    assert [response.output_text for response in fine] == [ANSWER, ANSWER]
 
 
 async def test_an_error_is_an_event_and_the_connection_goes_on(server: Listening) -> None:

@@ -64,6 +64,7 @@ class Package:
             parts = path.relative_to(root / PACKAGE).with_suffix("").parts
             text = path.read_text()
             name = ".".join(parts).removesuffix("__init__").rstrip(".")
+            name = "" if name == "__main__" else name  # the package as a program, like the package, is no room
             modules.append(Module(name, ast.parse(text), text.count("\n")))
         named = [name.removeprefix(f"{PACKAGE}.") for name in pure]
         found = [name for each in named for name in ([m.name for m in modules if fnmatch(m.name, each)] or [each])]

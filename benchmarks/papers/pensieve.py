@@ -343,7 +343,8 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
                 axis.plot(rates, latencies, style, marker="o", markersize=3, label=label)
         axis.axhline(LIMIT, color="#999999", linewidth=0.8, linestyle=":")
         axis.set_ylim(0, 2.2 * LIMIT)
-        axis.set_title(f"Figure {figure}: {model}, {dataset}", fontsize=9)
+        name = "3.15 of the thesis" if figure == 315 else figure
+        axis.set_title(f"Figure {name}: {model},\n{dataset}", fontsize=9)
         axis.set_xlabel("requests/s")
         axis.legend(frameon=False, fontsize=7)
         axis.spines[["top", "right"]].set_visible(False)

@@ -118,10 +118,22 @@ def run(
     return (sum(map(len, answers.values())) - before) / seconds, list(answers.values())
 
 
+def drafting_part(loop: LanguageLoop) -> DraftingPart:
+    """The part of the loop's scheduler that lets decodes verify guesses."""
+    planner: Any = loop.planner
+    return next(part for part in planner.parts if isinstance(part, DraftingPart))
+
+
+def verify_all(drafting: Any) -> None:
+    """Have all guesses verified, and as many made as `draft_tokens` allows, without a look at costs."""
+    drafting._best = lambda running: (drafting._most, 0.0)
+    drafting._shares = lambda chances, *rest, **more: ([count for _, count, _ in chances], 1.0)
+
+
 def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: int, vocab_size: int) -> dict[str, Any]:
     """Run a workload with drafts and without, in turn."""
     planner: Any = loop.planner
-    drafting = next(part for part in planner.parts if isinstance(part, DraftingPart))
+    drafting = drafting_part(loop)
     with_drafts = planner.queues.hooks
     without = Hooks([part for part in with_drafts.parts if part is not drafting])
     given = prompts(workload, batch, vocab_size)
@@ -169,6 +181,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="of each answer")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--always", action="store_true", help="verify each guess, whatever it costs: shares of right ones"
+    )
     parser.add_argument("--shape", default="{}", help="JSON that changes the shape, to try it on a small one")
     add_engine_options(parser)
     arguments = parser.parse_args()
@@ -179,6 +194,8 @@ def main() -> None:
         options |= dict(model=str(directory), load_format="random")
     config = EngineConfig(**(options | dict(arguments.set)))
     loop, info = build(config)
+    if arguments.always:
+        verify_all(drafting_part(loop))
     gc.freeze()
     gc.disable()
     about = provenance() | dict(model=info.model, started_in=round(info.started_in, 2), options=dict(arguments.set))

@@ -26,8 +26,7 @@ LAYER = "midlayer."
 OTHER_LAYER = "layers.0."
 """Another name of the layer in checkpoints."""
 TAP_LAYERS = "eagle_aux_hidden_state_layer_ids"
-IGNORED = ("t2d",)
-"""Tensors that serve training alone."""
+"""Name in config.json of the layers whose inputs a head reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

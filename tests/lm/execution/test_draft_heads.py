@@ -20,7 +20,7 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.draft_head import DraftHead
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.speculation.choice import make_head_parts
-from holdfast.lm.parts.speculation.head_device import HeadDevice
+from holdfast.lm.parts.speculation.device import HeadDevice
 from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
 from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.types import SchedulerStats, Segment, StepPlan, StepResult, TableWrite

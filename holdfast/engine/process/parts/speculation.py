@@ -13,7 +13,7 @@ from holdfast.lm.models.base import Model, UnsupportedCheckpoint
 from holdfast.lm.models.draft_head import read_head
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_drafter, make_head_parts, make_parts
-from holdfast.lm.parts.speculation.head_device import HeadDevice
+from holdfast.lm.parts.speculation.device import HeadDevice
 from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import EngineShape
 

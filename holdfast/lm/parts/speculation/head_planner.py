@@ -154,10 +154,12 @@ class HeadPart(DraftingPart):
             if size in self._passes:
                 self._passes[size] += (self._first_pass(len(running)) - self._passes[size]) / PATIENCE
             return None
-        if step.sampling:
-            self._guessing.update(dict.fromkeys(step.sampling, count))
-            self._asked[step.number] = step.sampling, count
-        return HeadPlan(keeps=True, drafts=count if step.sampling else 0)
+        alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))
+        if not step.sampling or (self._target < inf and not alone):  # prompts may have filled the step to the target
+            return HeadPlan(keeps=True)
+        self._guessing.update(dict.fromkeys(step.sampling, count))
+        self._asked[step.number] = step.sampling, count
+        return HeadPlan(keeps=True, drafts=count)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         if plan.step in self._asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
@@ -41,10 +42,10 @@ def token(name: str, position: int) -> int:
 class Device:
     """Runs plans on a clock of its own, with a head whose guesses are right with a chance."""
 
-    def __init__(self, row: float, chance: Chance, *, head: bool = True, each: float = 3e-4, most: int = 7) -> None:
+    def __init__(self, row: float, chance: Chance, *, head: bool = True, each: float = 3e-4, **more: float) -> None:
         """A step takes STEP, `row` seconds for each token, and `each` for a pass through the head."""
         self.model, self.chance, self.each = cost(row), chance, each
-        self.part = HeadPart(self.model, most=most, rows=64, pass_share=0.05) if head else None
+        self.part = HeadPart(self.model, most=7, rows=64, pass_share=0.05, **more) if head else None
         self.scheduler: Scheduler = create_scheduler(
             budget=512,
             parts=[self.part] if self.part else [],
@@ -150,6 +151,17 @@ def test_a_sequence_whose_text_becomes_easy_is_tried_again() -> None:
     device.run(*create_requests(20, max_tokens=1900))
     assert device.part is not None and device.part.drafts_accepted > 500
     assert sum(plan.samples is not None for plan in device.seen[-100:]) > 90
+
+
+@pytest.mark.parametrize("target", [0.05, inf])
+def test_a_step_that_prompts_may_have_filled_to_the_target_does_not_guess(target: float) -> None:
+    device = Device(1e-5, lambda name, position: 0.9, target=target)
+    device.run(*create_requests(20, max_tokens=100))
+    device.run(*create_requests(20, 700, max_tokens=60)[::-1])
+    mixed = [plan for plan in device.seen if plan.num_tokens > 100]
+    assert len(mixed) > 1 and all(plan.part(HeadPlan).keeps for plan in mixed)
+    assert any(plan.part(HeadPlan).drafts for plan in mixed) == (target == inf)
+    assert device.guessed > 20
 
 
 def test_sequences_under_a_grammar_get_no_drafts() -> None:

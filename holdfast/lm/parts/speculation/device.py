@@ -305,11 +305,9 @@ class HeadDevice(DevicePart):
     def taps(self, max_tokens: int) -> StreamTaps:
         spec, like = self.head.spec, self.head.tensors["fc.weight"]  # before the cache takes the rest of the memory
         shape = len(spec.layers), spec.target_hidden
-        self._memory = HeadMemory(
-            StreamTaps(spec.layers, like.new_zeros(max_tokens, *shape)),
-            *(like.new_zeros(self._rows, SLOTS, spec.kv_heads, spec.dim) for _ in range(2)),
-            like.new_zeros(self._rows, *shape),
-        )
+        keys, values = (like.new_zeros(self._rows, SLOTS, spec.kv_heads, spec.dim) for _ in range(2))
+        taps = StreamTaps(spec.layers, like.new_zeros(max_tokens, *shape))
+        self._memory = HeadMemory(taps, keys, values, like.new_zeros(self._rows, *shape))
         return self._memory.taps
 
     @property

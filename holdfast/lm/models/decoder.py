@@ -31,7 +31,7 @@ from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
-from holdfast.lm.models.same_bits import arithmetic_of
+from holdfast.lm.models.same_bits import arithmetic_of, check_plain_weights
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
 from holdfast.lm.models.whole_steps import HeadWeights, whole_steps_of
 
@@ -135,6 +135,8 @@ class Decoder:
                 if each.kv_source is None
             ),
         )
+        if invariant:
+            check_plain_weights(decoder, self.layers, self.lm_head)
         whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder
         kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
         last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)

@@ -7,21 +7,32 @@ on a CPU that of the library in C (`whole_steps`), on a GPU that of `InvariantLa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import torch
 
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.integer.library import LEVELS, step_library
 from holdfast.lm.kernels.integer.step import DTYPES
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
-from holdfast.lm.models.whole_steps import is_plain
+from holdfast.lm.models.layer_weights import LayerWeights
+from holdfast.lm.models.whole_steps import is_dense, is_plain
+
+QUANTIZED = "has quantized weights here, whose kernels depend on the number of tokens"
 
 
 def check_same_bits(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype, quantized: bool) -> None:
     """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes."""
     if reason := _reason(spec, device, dtype, quantized):
         raise UnsupportedCheckpoint(f"deterministic is on, and {reason}; leave it out")
+
+
+def check_plain_weights(spec: DecoderSpec, layers: Sequence[LayerWeights], head: Weight) -> None:
+    """Raise UnsupportedCheckpoint if some weights are not plain numbers, as those of a GGUF file may be."""
+    if not (isinstance(head, torch.Tensor) and all(map(is_dense, layers))):
+        raise UnsupportedCheckpoint(f"deterministic is on, and {spec.architecture} {QUANTIZED}; leave it out")
 
 
 def arithmetic_of(device: torch.device) -> str:
@@ -43,7 +54,7 @@ def _reason(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, quantiz
     if spec.latent is not None:
         return f"{name} has latent attention, which splits a context by the size of the batch"
     if quantized:
-        return f"{name} has quantized weights here, whose kernels depend on the number of tokens"
+        return f"{name} {QUANTIZED}"
     if not is_plain(spec):
         return f"{name} is not among the models that can be: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3"
     if device.type == "cuda":

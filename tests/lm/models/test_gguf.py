@@ -245,6 +245,17 @@ def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, pac
 
 
 @pytest.mark.usefixtures("with_library")
+def test_a_deterministic_engine_refuses_packed_numbers_and_takes_others(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    for kind in ("BF16", "Q4_0"):
+        write_gguf(tmp_path / f"{kind}.gguf", tmp_path / "plain", "llama", kind=kind)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "invariant": True}
+    assert load(described(tmp_path / "BF16.gguf"), **options).spec.arithmetic
+    with pytest.raises(UnsupportedCheckpoint, match="deterministic is on, and LlamaForCausalLM has quantized weights"):
+        load(described(tmp_path / "Q4_0.gguf"), **options)
+
+
+@pytest.mark.usefixtures("with_library")
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4), ("Q4_0", 4), ("Q6_K", 6), ("Q8_0", 8), ("Q5_K", None)])
 def test_in_bfloat16_a_cpu_multiplies_integers(tmp_path: Path, kind: str, bits: int | None) -> None:
     sizes = dict(hidden_size=256, intermediate_size=512, head_dim=64)

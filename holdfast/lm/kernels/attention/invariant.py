@@ -24,7 +24,7 @@ MOST_PARTIALS = 256
 @triton.jit
 def begin_joined(sinks, head, real):
     """The top score and the sum of weights, [M] each, of rows that have joined no part: -inf and 0, or the sink's."""
-    top = tl.where(real, float("-inf"), float("-inf"))
+    top = tl.full(real.shape, float("-inf"), tl.float32)
     if sinks is not None:
         top = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * LOG2_E
     return top, tl.where(top == float("-inf"), 0.0, 1.0)

@@ -15,12 +15,12 @@ def layer_ops_for(shape: LayerShape, group: Group | None = None, *, invariant: b
     if there are several. `invariant`: the bits of a token's results must not depend on the other tokens. On a CPU
     only the library's whole steps keep that (`whole_steps`).
     """
-    if shape.inverse_frequencies.device.type == "cuda" and invariant:
-        from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
-
-        return InvariantLayerOps(shape, group)
     if shape.inverse_frequencies.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.
+        if invariant:
+            from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
+
+            return InvariantLayerOps(shape, group)
         from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 
         return FusedLayerOps(shape, group)

@@ -66,10 +66,20 @@ def log_probabilities(
     for some, chosen, others in zip(*parts, strict=True):
         normal = each_row(normalised, some) if alone else some.float().log_softmax(-1)
         own.append(normal.gather(1, chosen[:, None])[:, 0])
-        best = normal.topk(most, dim=-1)
-        top.append(torch.cat((best.values, normal.gather(1, others)), 1))
-        ids.append(torch.cat((best.indices, others), 1))
+        best = (ranks(normal) if alone else normal).topk(most, dim=-1).indices
+        top.append(torch.cat((normal.gather(1, best), normal.gather(1, others)), 1))
+        ids.append(torch.cat((best, others), 1))
     return Logprobs(torch.cat(own), torch.cat(top), torch.cat(ids))
+
+
+def ranks(numbers: torch.Tensor) -> torch.Tensor:
+    """Different integers [T, V] in the order of numbers [T, V] float32; the lower index is larger among equals.
+
+    How a GPU finds the largest numbers depends on the number of rows, and so does its choice among equals.
+    """
+    bits = numbers.view(torch.int32).long()
+    ascending = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ascending << 32) - torch.arange(numbers.shape[1], device=numbers.device)
 
 
 def normalised(logits: torch.Tensor) -> torch.Tensor:
@@ -79,4 +89,4 @@ def normalised(logits: torch.Tensor) -> torch.Tensor:
     """
     width = logits.shape[-1]
     padded = functional.pad(logits.float(), (0, -width % LINE), value=-torch.inf)
-    return padded.log_softmax(-1)[:, :width]
+    return padded.log_softmax(-1)[:, :width].contiguous()

@@ -55,6 +55,13 @@ def test_log_probabilities_are_of_the_models_own_distribution(monkeypatch: pytes
             assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+def test_of_equally_probable_alternatives_the_lowest_ids_are_reported_to_a_row_alone() -> None:
+    logits = torch.tensor([[1.0, 5.0, -2.0, 5.0, 5.0, 0.0, 5.0], [0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0]])
+    found = logprobs.log_probabilities(logits, torch.tensor([0, 5]), 5, alone=True)
+    assert found.top_ids.tolist() == [[1, 3, 4, 6, 0], [5, 6, 0, 1, 2]]
+    torch.testing.assert_close(found.top, logits.log_softmax(-1).gather(1, found.top_ids))
+
+
 def test_rows_that_are_computed_alone_have_the_same_results_whatever_is_drawn_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

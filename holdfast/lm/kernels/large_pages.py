@@ -17,8 +17,8 @@ MADV_HUGEPAGE = 14
 def empty_in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor on the CPU that is not filled, and begins at a large page if it is as large as one.
 
-    Systems that have no large pages, or refuse them, give usual ones. What is not a whole page at the end stays in
-    small ones, so this takes no more memory.
+    Systems that have no large pages, or refuse them, give usual ones. The end of a tensor that fills no large page
+    stays in small ones, so this takes no more memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < PAGE or sys.platform != "linux":

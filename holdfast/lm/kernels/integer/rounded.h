@@ -15,7 +15,10 @@ struct rounded {
     int64_t rows, blocks;
 };
 
-static inline int64_t bytes_of_tile(int bits, int64_t blocks) { return blocks * (bits == 4 ? 320 : bits == 6 ? 448 : 544); }
+static inline int64_t bytes_of_tile(int bits, int64_t blocks)
+{
+    return blocks * (bits == 4 ? 320 : bits == 6 ? 448 : 544);
+}
 
 /* Room for rows in memory of rows * blocks * BYTES_OF_BLOCK bytes. */
 static inline struct rounded rounded_at(void *place, int64_t rows, int64_t blocks)
@@ -58,7 +61,8 @@ static inline int multiply_with_tile(const struct kernels *kernels, const struct
     const int n = left < ROWS ? (int)left : ROWS;
     const int32_t *starts = from->starts[bits == 8] + 2 * at;
     const struct batch batch = {from->numbers + at * INPUTS, from->scales + at, starts, from->totals + at};
-    kernels->tiles[bits / 2 - 2]((const uint8_t *)data + tile * bytes_of_tile(bits, from->blocks), from->blocks, n, batch, found);
+    const uint8_t *of_tile = (const uint8_t *)data + tile * bytes_of_tile(bits, from->blocks);
+    kernels->tiles[bits / 2 - 2](of_tile, from->blocks, n, batch, found);
     return n;
 }
 

@@ -159,7 +159,8 @@ static struct rounded rounded_for(struct member *m, const struct projection *pro
                                   int64_t x_stride, int64_t rows)
 {
     const struct team *t = m->team;
-    const int64_t blocks = projection->parts->inputs / INPUTS, some = blocks < 4 * t->threads ? 1 : blocks / (4 * t->threads);
+    const int64_t blocks = projection->parts->inputs / INPUTS, wanted = 4 * t->threads;
+    const int64_t some = blocks < wanted ? 1 : blocks / wanted;
     const struct rounded into = rounded_at(t->at.rounded, rows, blocks);
     const int64_t pieces = (blocks + some - 1) / some;
     if (projection->packed)
@@ -209,8 +210,8 @@ static void product(struct member *m, const struct projection *projection, const
 {
     const struct team *t = m->team;
     const struct rounded rounded = rounded_for(m, projection, x, x_stride, t->s->rows);
-    const int64_t outputs = projection->outputs, columns = columns_of(t, outputs), count = (outputs + columns - 1) / columns;
-    for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
+    const int64_t outputs = projection->outputs, columns = columns_of(t, outputs);
+    for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
         const int64_t first = piece * columns, rest = outputs - first;
         multiply(t, projection, first, rest < columns ? rest : columns, x, x_stride, &rounded, out + first, out_stride);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.lm.kernels.attention import torch_attention
 from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.fp8 import FP8, LARGEST
 from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
@@ -179,3 +181,16 @@ def test_a_window_that_hides_nothing_costs_nothing() -> None:
     whole, within = (attention.attend(*arguments, scale=0.25, window=window) for window in (None, 31))
     assert torch.equal(whole, within) and list(metadata.groups) == [torch_attention.Seen()]
     assert not torch.equal(whole, attention.attend(*arguments, scale=0.25, window=30))
+
+
+def test_a_long_segment_is_cut_into_tiles_and_a_short_one_is_one() -> None:
+    attention = torch_attention.TorchAttention(
+        device=torch.device("cpu"), num_heads=4, num_kv_heads=2, head_dim=16, block_size=4
+    )
+    tile = torch_attention.TILE_ROWS // 2
+    for lengths, tiles in (((1, tile), (1, tile)), ((1, tile + 3), (1, tile, 3)), ((0, 2), (2,))):
+        starts, rows = np.cumsum((0, *lengths)).astype(np.int32), np.array([5, 2], np.int32)
+        found = attention.make_metadata(Segments(starts, np.array(lengths, np.int32) + 10, rows))
+        assert tuple(found.queries) == tiles
+        assert found.first_token.tolist() == [*np.cumsum((0, *tiles[:-1]))]
+        assert found.stop[-1] == lengths[-1] + 10 and found.row[-1] == 2

@@ -1,8 +1,7 @@
 """Lark grammars of texts, rewritten for the same texts inside a JSON string. Pure, in time linear in what it writes.
 
-Rules keep their form. What stands for text in them (terminals, literals, ranges, expressions) becomes a rule of its
-own, which `cuts` writes. What `%ignore` names follows each of these rules, because the rule of a terminal must not have
-ignored text inside.
+Rules keep their form. Each terminal, literal, range or expression in them becomes a rule of its own, which `cuts`
+writes. A rule of ignored text follows each of these rules, because none is ignored within a terminal.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
+import certifi
 import pytest
 import torch
 from hypothesis import settings
@@ -67,11 +69,14 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """HTTP clients load no certificates of authorities. Each would take 20 ms, and tests make thousands of clients."""
+def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """HTTP clients load one authority's certificate. All would take each client 20 ms, and tests make thousands."""
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    file = tmp_path_factory.mktemp("authorities") / "one.pem"
+    file.write_text(f"{first}{end}\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("SSL_CERT_FILE", raising=False)
-        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
+        patch.setenv("SSL_CERT_FILE", str(file))
+        patch.delenv("SSL_CERT_DIR", raising=False)
         yield
 
 

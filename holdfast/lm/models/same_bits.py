@@ -18,7 +18,7 @@ from holdfast.lm.kernels.integer.step import DTYPES
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
-from holdfast.lm.models.whole_steps import is_dense, is_plain
+from holdfast.lm.models.whole_steps import LINEAR, is_plain
 
 QUANTIZED = "has quantized weights here, whose kernels depend on the number of tokens"
 
@@ -31,7 +31,8 @@ def check_same_bits(spec: DecoderSpec, *, device: torch.device, dtype: torch.dty
 
 def check_plain_weights(spec: DecoderSpec, layers: Sequence[LayerWeights], head: Weight) -> None:
     """Raise UnsupportedCheckpoint if some weights are not plain numbers, as those of a GGUF file may be."""
-    if not (isinstance(head, torch.Tensor) and all(map(is_dense, layers))):
+    weights = (head, *(getattr(layer, name) for layer in layers for name in LINEAR))
+    if not all(isinstance(weight, torch.Tensor) for weight in weights):
         raise UnsupportedCheckpoint(f"deterministic is on, and {spec.architecture} {QUANTIZED}; leave it out")
 
 

@@ -177,7 +177,7 @@ class DecoderSteps:
                 taps=taps,
             )
             found[torch.from_numpy(here)] = self._steps.normed(stream[at], some)
-            if tokens.taps is not None:
+            if tokens.taps is not None and taps is not None:
                 tokens.taps[at] = taps
         return found
 

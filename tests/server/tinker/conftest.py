@@ -1,4 +1,4 @@
-"""What Tinker's client leaves open is collected in the module that has used it."""
+"""Collects the sockets that Tinker's client leaves open, in the module of tests that has used it."""
 
 from __future__ import annotations
 

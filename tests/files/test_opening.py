@@ -75,6 +75,7 @@ REASONS = {
     ("lm.memory.row_pool", "self.kept.touch"): NO_FILE,
     ("lm.parts.tiers.row_tiers", "self._states.touch"): NO_FILE,
     ("lm.parts.tiers.planner", "entry.cache.touch"): NO_FILE,
+    ("lm.models.draft_head", "safe_open"): CHECKED,
     ("lm.models.hf", "auto.from_pretrained"): CHECKED,
     ("lm.models.hf", "transformers.AutoConfig.from_pretrained"): CHECKED,
     ("lm.models.loader", "safe_open"): CHECKED,

@@ -509,8 +509,10 @@ class Background:
             if self.task.done():
                 return
             changed = asyncio.create_task(self._changed.wait())
-            await asyncio.wait({changed, self.task}, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
+            try:
+                await asyncio.wait({changed, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
 
     async def stop(self) -> None:
         """Cancel the response, unless it has ended or its end is being stored."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
@@ -19,6 +20,7 @@ from serving import listening
 from holdfast.engine.client.connection import EngineDead
 from holdfast.server.conversations import service
 from holdfast.server.conversations.items import OPENING, SUMMARIZE, Compacted, encode_compacted
+from holdfast.server.conversations.service import Background
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Turn
 from holdfast.server.protocol import MAX_CONTAINERS, MAX_MESSAGES, MAX_STRINGS
@@ -443,6 +445,12 @@ async def held_after_event_5(api: openai.AsyncOpenAI, client: FakeClient) -> str
     return id
 
 
+async def endless() -> AsyncGenerator[Any, None]:
+    """Events of a response that has none yet."""
+    await asyncio.Event().wait()
+    yield None
+
+
 class TestBackground:
     """A background response runs without a reader. Only a background response can be cancelled."""
 
@@ -501,6 +509,19 @@ class TestBackground:
         assert events[-1].response == cancelled == await api.responses.retrieve(response)
         assert (cancelled.status, cancelled.output_text) == ("cancelled", "Ahoy")
         assert cancelled.output[0].status == "incomplete"
+
+    async def test_a_reader_that_leaves_a_background_response_leaves_nothing_that_waits(self) -> None:
+        background = Background(cast(Any, SimpleNamespace(events=endless, begun=False)))
+        before = asyncio.all_tasks()
+        reader = asyncio.create_task(anext(background.follow()))
+        while len(asyncio.all_tasks()) < len(before) + 2:
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+        background.task.cancel()
+        await asyncio.gather(background.task, return_exceptions=True)
 
     async def test_a_background_response_is_queued_before_it_is_in_progress(self, api: openai.AsyncOpenAI) -> None:
         stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)

@@ -77,7 +77,7 @@ class Api:
         assert promised.status_code == 200, promised.text
         return await self.result(promised.json()["request_id"], key)
 
-    def saved(
+    async def saved(
         self, name: str, tenant: str = "", *, listed: bool = True, model: str = "session-1:train:0"
     ) -> Checkpoint:
         """Store a finished checkpoint of a sampler."""
@@ -88,7 +88,8 @@ class Api:
             id=f"checkpoint-{name}", tenant=tenant, model="session-1:train:0", kind="sampler", name=name, created=0.0,
             directory=str(directory), ready=True, listed=listed,
         )  # fmt: skip
-        FutureTable(self.app.state.store.database).finish((), (checkpoint,))
+        # By the server's own threads: a store in memory has one connection, which one thread uses at a time.
+        await self.app.state.responses.store.run(lambda store: FutureTable(store.database).finish((), (checkpoint,)))
         return checkpoint
 
 
@@ -137,7 +138,7 @@ async def test_a_sampling_session_of_the_base_model_is_created_once(tmp_path: Pa
 
 async def test_a_number_is_not_used_for_other_weights(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
-        session, saved = await api.session(), api.saved("one")
+        session, saved = await api.session(), await api.saved("one")
         await api.sampler(session=session)
         body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved.path}
         refused = await api.post("create_sampling_session", body)
@@ -348,7 +349,7 @@ async def test_another_key_finds_neither_samplers_nor_samples(tmp_path: Path) ->
 
 async def test_the_tokens_of_a_sample_are_counted_for_its_key_under_the_base_model(tmp_path: Path) -> None:
     async with serving(tmp_path, api_key=("one", "two"), operator_key=("op",)) as api:
-        saved = api.saved("one", tenant=await tenant_of(api, "one"))
+        saved = await api.saved("one", tenant=await tenant_of(api, "one"))
         sampler = await api.sampler("one", path=saved.path)
         for _ in range(2):
             await api.drawn(sampler, key="one", num_samples=2)
@@ -369,7 +370,7 @@ async def tenant_of(api: Api, key: str) -> str:
 
 async def test_saved_weights_are_an_adapter_of_their_own_that_no_list_shows(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
-        one, two = api.saved("one"), api.saved("two")
+        one, two = await api.saved("one"), await api.saved("two")
         for number, saved in enumerate((one, two, one)):
             sampler = await api.sampler(path=saved.path)
             found = (await api.http.get(f"/api/v1/samplers/{sampler}")).json()
@@ -387,7 +388,7 @@ async def test_weights_that_nobody_samples_from_leave_the_engine_beyond_the_limi
     async with serving(tmp_path) as api:
         api.samplers._weights = weights = SamplerWeights(api.app.state.service, most=2)
         for number in range(6):
-            await api.drawn(await api.sampler(path=api.saved(f"w{number}").path))
+            await api.drawn(await api.sampler(path=(await api.saved(f"w{number}")).path))
         await until(lambda: len(api.client.adapters) == 2)
         await api.drawn(await api.sampler(path="tinker://session-1:train:0/sampler_weights/w0"))
         assert [path[-2:] for _, path, _ in api.client.loaded][-1] == "w0", "it is loaded again"
@@ -396,7 +397,7 @@ async def test_weights_that_nobody_samples_from_leave_the_engine_beyond_the_limi
 
 async def test_deleted_weights_are_a_404_that_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
-        saved = api.saved("one")
+        saved = await api.saved("one")
         sampler = await api.sampler(path=saved.path)
         CheckpointTable(api.app.state.store.database).delete([saved.id])
         gone = await api.sample(sampler)
@@ -405,7 +406,7 @@ async def test_deleted_weights_are_a_404_that_says_so(tmp_path: Path) -> None:
 
 async def test_ending_a_session_deletes_its_samplers_and_the_weights_without_a_name(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
-        named, unnamed = api.saved("named"), api.saved("unnamed-1", listed=False)
+        named, unnamed = await api.saved("named"), await api.saved("unnamed-1", listed=False)
         session = await api.session()
         samplers = [await api.sampler(session=session, path=named.path)]
         samplers.append(await api.samplers.open("", session, 1, unnamed))
@@ -426,7 +427,7 @@ async def test_unnamed_weights_go_when_nobody_uses_them_and_newer_ones_exist(
 ) -> None:
     async with serving(tmp_path) as api:
         session = await api.session()
-        saved = [api.saved(f"unnamed-{number}", listed=False) for number in range(200)]
+        saved = [await api.saved(f"unnamed-{number}", listed=False) for number in range(200)]
         samplers = [await api.samplers.open("", session, number, each) for number, each in enumerate(saved)]
         await api.drawn(samplers[0])
         await api.samplers._look_at(session)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.cost import CostModel
-from holdfast.core.types import Request, SamplingParams, TokenLogprobs
+from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.choice import compose_scheduler, make_planning
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -23,47 +22,16 @@ from holdfast.lm.parts.speculation.choice import make_head_parts
 from holdfast.lm.parts.speculation.device import HeadDevice
 from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
 from holdfast.lm.parts.standard import standard_parts
-from holdfast.lm.types import SchedulerStats, Segment, StepPlan, StepResult, TableWrite
+from holdfast.lm.types import Segment, StepPlan, StepResult, TableWrite
 from holdfast.loop.loop import Loop
+from tests.drafted import CONFIG as DRAFTED
+from tests.drafted import FEW, FREE, KINDS, Played, check_histories, play, requests
 from tests.heads import make_head
-from tests.invariants import check_scheduler
 from tests.paged import sizes
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-    "initializer_range": 0.5,
-}
+CONFIG = DRAFTED | {"num_hidden_layers": 3}
 WHOLE = CONFIG | {"hidden_size": 64, "head_dim": 16}
 """Heads of 16 numbers, so that the library in C computes whole steps."""
-FREE = CostModel(
-    model="m",
-    device="d",
-    linear_tokens=(1, 1024),
-    linear_seconds=(1.0, 1.01),
-    attention_queries=(1, 64),
-    attention_contexts=(1, 64),
-    attention_seconds=((0.0, 0.0), (0.0, 0.0)),
-)
-"""A cost model in which rows cost nothing, so drafts pay wherever they are sometimes right."""
-FEW = ((3, 40.0), (7, 40.0), (9, 39.0))
-"""Answers of few tokens, of which the head guesses two."""
-KINDS: tuple[dict[str, Any], ...] = (
-    dict(temperature=0.0, logit_bias=FEW),
-    dict(temperature=0.4, logit_bias=FEW),
-    dict(temperature=0.7, top_k=3, top_p=0.9, logit_bias=FEW, logprobs=2),
-    dict(temperature=0.5, frequency_penalty=0.1, repetition_penalty=1.02, logit_bias=FEW, logprobs=0),
-    dict(temperature=0.3, min_p=0.1, min_tokens=20, stop_token_ids=(9,), ignore_eos=False, logit_bias=FEW),
-    dict(temperature=1.0),
-)
-
-Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 
 
 @pytest.fixture(scope="module", params=[CONFIG, WHOLE], ids=["torch", "whole steps"])
@@ -80,20 +48,6 @@ def head(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
     made = make_head(tmp_path_factory.mktemp("head"), model, (3, 7))
     assert isinstance(made, DraftHead)
     return made
-
-
-def requests(seed: int) -> list[Request]:
-    choose = random.Random(seed)
-    shared = tuple(choose.randrange(64) for _ in range(24))
-    return [
-        Request(
-            str(number),
-            (*shared[: choose.choice((0, 8, 24))], *(choose.randrange(64) for _ in range(choose.randint(1, 40)))),
-            SamplingParams(**{"seed": number, "max_tokens": choose.randint(20, 70), "ignore_eos": True} | kind),
-            priority=choose.choice((0, 0, 1)),
-        )
-        for number, kind in enumerate(choose.choices(KINDS, k=12))
-    ]
 
 
 def loop_of(
@@ -114,51 +68,20 @@ def loop_of(
     return Loop(scheduler, device.executor, flight, time.monotonic, observers=observers)
 
 
-def play(model: Decoder, seed: int, head: DraftHead | None) -> tuple[Answers, set[str], SchedulerStats]:
-    """Answers of requests that come and are aborted at random, the ids of the aborted ones, and the stats."""
+def played(model: Decoder, seed: int, head: DraftHead | None) -> Played:
+    """A random history with this head. Without one no request is aborted."""
     choose = random.Random(seed)
     host = choose.choice((0, 40))
     budget = choose.choice((16, 48))
     loop = loop_of(model, head, host=host, flight=choose.choice((1, 2, 3)), token_budget=budget)
-    answers: Answers = {}
-    aborted: set[str] = set()
-    waiting = requests(seed)
-    while waiting or loop.has_work():
-        if waiting and choose.random() < 0.4:
-            request = waiting.pop()
-            loop.add(request)
-            answers[request.id] = [], []
-        if head is not None and answers and choose.random() < 0.02:
-            name = choose.choice(list(answers))
-            loop.abort(name)
-            aborted.add(name)
-        for output in loop.step() or ():
-            assert output.request_id not in aborted
-            answers[output.request_id][0].extend(output.tokens)
-            answers[output.request_id][1].extend(output.logprobs)
-        check_scheduler(loop.planner)
-    stats = loop.stats()
-    assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
-    loop.close()
-    return answers, aborted, stats
+    waiting = requests(seed, KINDS, 12, prompt=40, tokens=70)
+    return play(loop, waiting, choose, aborts=head is not None)
 
 
 def test_random_histories_give_the_tokens_that_each_request_gets_without_a_head(
     model: Decoder, head: DraftHead
 ) -> None:
-    drafted = accepted = preempted = shared = 0
-    for seed in (0, 1):
-        plain, _, _ = play(model, seed, None)
-        answers, aborted, stats = play(model, seed, head)
-        drafted, accepted = drafted + stats.tokens_drafted, accepted + stats.drafts_accepted
-        preempted, shared = preempted + stats.preemptions, shared + stats.prefix_hits
-        for name, (tokens, told) in answers.items():
-            expected, of_expected = plain[name]
-            assert tokens == (expected[: len(tokens)] if name in aborted else expected)
-            assert [each.logprob for each in told] == pytest.approx(
-                [each.logprob for each in of_expected[: len(told)]], abs=1e-4
-            )
-    assert drafted > 125 and accepted > 50 and preempted > 0 and shared > 12
+    check_histories([(played(model, seed, None)[0], played(model, seed, head)) for seed in (0, 1)])
 
 
 class Seen:

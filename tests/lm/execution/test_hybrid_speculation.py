@@ -26,8 +26,8 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import PartStep
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
+from tests.drafted import FREE
 from tests.hybrid import check_hybrid
-from tests.lm.execution.test_speculation import FREE
 from tests.long import then_long
 from tests.paged import sizes
 

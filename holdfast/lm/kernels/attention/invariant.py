@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.attention.paged import PagedAttention
+from holdfast.lm.kernels.attention.paged import PagedAttention, launched
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 
@@ -217,19 +217,12 @@ class InvariantAttention(PagedAttention):
         sinks: torch.Tensor | None,
     ) -> None:
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
+        tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
         # These are the same for all steps. Float32 runs without tensor cores, and large heads take more registers.
         large, exact = self.block_d > 128, query.element_size() > 2
         attend_parts_kernel[(len(tiles.work), self.num_kv_heads)](
-            *(query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials),
-            *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            *out.stride()[:2],
-            block_tables.stride(0),
-            scale if softcap is None else scale / softcap,
-            softcap or 0.0,
-            window or 0,
+            *launched(*tensors, scale=scale, window=window, softcap=softcap),
             **sizes,
             BLOCK_SIZE=self.block_size,
             BLOCK_N=32 if large or exact else 64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -179,17 +180,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         launch = self.launch(tiles.block_m, query.element_size(), len(query))
         work_and_heads = (len(tiles.work), self.num_kv_heads)
-        arguments = (
-            *tensors,
-            *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            *out.stride()[:2],
-            block_tables.stride(0),
-            scale if softcap is None else scale / softcap,
-            softcap or 0.0,
-            window or 0,
-        )
+        arguments = launched(*tensors, scale=scale, window=window, softcap=softcap)
         constants = dict(
             GROUP_SIZE=self.group_size,
             HEAD_DIM=self.head_dim,
@@ -248,3 +239,30 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         large = self.block_d > 256  # a fourth stage would not fit the shared memory of Ada, nor twice that of Hopper
         num_stages = 3 if wide or large or self.fp8_cache or 2 < share <= 4 else 4
         return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=num_stages)
+
+
+def launched(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    tables: torch.Tensor,
+    work: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    *partials: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Any, ...]:
+    """The arguments of a kernel that attends: these tensors, their strides, and how scores are scaled and masked."""
+    return (
+        *(query, key_cache, value_cache, tables, work, sinks, out, *partials),
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *out.stride()[:2],
+        tables.stride(0),
+        scale if softcap is None else scale / softcap,
+        softcap or 0.0,
+        window or 0,
+    )

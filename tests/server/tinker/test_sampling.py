@@ -443,14 +443,15 @@ async def test_unnamed_weights_go_when_nobody_uses_them_and_newer_ones_exist(
 async def test_a_sample_of_an_ended_server_is_lost_until_its_client_sends_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.server.routes.tinker.POLL_SECONDS", 0.05)
     options = {"store": str(tmp_path / "s.sqlite")}
     client = FakeClient(hold=asyncio.Event())
     async with serving(tmp_path, client, **options) as api:
         sampler = await api.sampler()
         promised = (await api.sample(sampler)).json()
         await until(lambda: bool(client.asked) and client.asked[0].given == 1)
-        running = await api.post("retrieve_future", {"request_id": promised["request_id"]})
+        with monkeypatch.context() as impatient:
+            impatient.setattr("holdfast.server.routes.tinker.POLL_SECONDS", 0.05)
+            running = await api.post("retrieve_future", {"request_id": promised["request_id"]})
         assert running.status_code == 408
     async with serving(tmp_path, **options) as api:
         lost = await api.post("retrieve_future", {"request_id": promised["request_id"]})

@@ -7,6 +7,16 @@ query heads of a group.
 `host`: 0.36 ms more for each layer of a step. We derive 25 ms for one decode of Yi-34B on two A100s; Sarathi-Serve's
 authors recorded 46.8 (github.com/microsoft/sarathi-serve, branch osdi-sarathi-serve, osdi-experiments/figure-2/
 decode.csv). The 22 ms of difference are 0.36 ms for each of 60 layers.
+
+`launch`: no step takes less than 0.78 ms a layer, the time in which the host launches a layer's kernels one by one. The
+same file has 46.8 ms for one decode, and prefill.csv 48.1 for a prompt of 128 tokens; both are 0.78 ms for each of 60
+layers. Larger steps hide the launches.
+
+`recorded`: steps of Yi-34B on two A100s take what these two files say, by tokens of a prompt and by number of decodes.
+Attention keeps its derived growth with the context. The record of 256 tokens is left out: it was the first step of its
+run, and took longer than 512 tokens. From 8 decodes on, a row takes up to 1 ms more than we derive. With `hidden` only
+steps of nothing but decodes pay that, not those with a prompt; the authors' step of 1,021 tokens and 3 decodes took as
+long as one of 1,024 tokens (osdi-experiments/table-2/results.csv), which does not decide it.
 """
 
 from __future__ import annotations
@@ -21,24 +31,43 @@ from typing import Any
 
 from benchmarks.lib.invocation import program
 from holdfast.core.cost import CostModel
-from holdfast.lab.simulator.deployment import Deployment, deploy
+from holdfast.lab.simulator.deployment import Deployment, deploy, derive
+from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 
 RESULTS = Path(__file__).parents[1] / "papers" / "results"
 LAYER_SECONDS = 0.36e-3
+LAUNCH_SECONDS = 0.78e-3
+RECORDED_MODEL = "yi-34b"
+RECORDED_PREFILLS = {128: 48.09, 512: 105.6, 1024: 214.3, 2048: 366.0, 4096: 757.6, 8192: 1863.3, 16384: 4407.5}
+"""Milliseconds of a step with one whole prompt, by its tokens."""
+RECORDED_DECODES = {1: 46.80, 2: 47.50, 4: 48.85, 8: 69.68, 16: 77.25, 32: 87.90, 64: 127.81, 128: 189.33}
+"""Milliseconds of a step of decodes at a context of 1,024, by their number."""
+DECODED_AT = 1024
 VARIATIONS = {
     "heads": "attention reads keys and values once for each query head",
     "host": "0.36 ms more for each layer of a step, as Sarathi-Serve's authors recorded of Yi-34B",
+    "launch": "at least 0.78 ms for each layer of a step, as they recorded of one decode and of 128 tokens",
+    "recorded": "steps of Yi-34B take as long as they recorded",
+    "hidden": "with `recorded`: beside a prompt, a decode costs no more than we derive",
 }
 """Values of `--vary` that the simulations share."""
 
 
-def deployed(model: str, vary: Collection[str] = (), *, step_seconds: float = 0.0, **layout: Any) -> Deployment:
-    """`deploy(model, **layout)` with `heads` and `host` applied where `vary` names them, and every step made longer.
+def deployed(
+    model: str, vary: Collection[str] = (), *, step_seconds: float = 0.0, fused: bool = False, **layout: Any
+) -> Deployment:
+    """`deploy(model, **layout)` with the VARIATIONS that `vary` names, and every step made longer by `step_seconds`.
 
-    Pipeline stages share the extra seconds. Memory does not change.
+    Pipeline stages share the extra seconds. Memory does not change. `fused`: without a pipeline and variations, the
+    device reaches an H200's shares of its peaks, and launches as fast. Raises ValueError for `recorded` and another
+    model or layout than the recorded one.
     """
     shape = MODELS[model]
+    if fused:
+        return with_fused_kernels(model, **layout)
+    if "recorded" in vary and (model, layout.get("tp"), layout.get("pp", 1)) != (RECORDED_MODEL, 2, 1):
+        raise ValueError(f"recorded is of {RECORDED_MODEL} with tp 2, not of {model} with {layout}")
     plain = deploy(shape, **layout)
     heads = deploy(replace(shape, kv_heads=shape.heads), **layout) if "heads" in vary else plain
     if "host" in vary:
@@ -46,8 +75,10 @@ def deployed(model: str, vary: Collection[str] = (), *, step_seconds: float = 0.
     stages = len(plain.pipeline.stages) if plain.pipeline else 1
 
     def changed(cost: CostModel, attention: CostModel) -> CostModel:
-        linear = tuple(seconds + step_seconds / stages for seconds in cost.linear_seconds)
-        return replace(cost, linear_seconds=linear, attention_seconds=attention.attention_seconds)
+        least = LAUNCH_SECONDS * shape.layers / stages if "launch" in vary else 0.0
+        linear = tuple(max(least, seconds + step_seconds / stages) for seconds in cost.linear_seconds)
+        varied = replace(cost, linear_seconds=linear, attention_seconds=attention.attention_seconds)
+        return as_recorded(varied, hidden="hidden" in vary) if "recorded" in vary else varied
 
     if plain.pipeline is None or heads.pipeline is None:
         pipeline, cost = None, changed(plain.profile.cost, heads.profile.cost)
@@ -56,6 +87,41 @@ def deployed(model: str, vary: Collection[str] = (), *, step_seconds: float = 0.
         pipeline = replace(plain.pipeline, stages=tuple(changed(*stage) for stage in both))
         cost = pipeline.whole()
     return replace(plain, profile=replace(plain.profile, cost=cost), pipeline=pipeline)
+
+
+def with_fused_kernels(model: str, *, device: str, tp: int = 1, link: str | None = None) -> Deployment:
+    """`deploy` on a device with an H200's shares of its own peaks."""
+    plain, sheet, best = deploy(model, device, tp=tp, link=link), DEVICES[device], DEVICES["h200"]
+    shares = ("matmul", "attention", "weights", "cache", "step_seconds", "layer_seconds")
+    fused = replace(sheet, **{name: getattr(best, name) for name in shares})
+    cost = derive(MODELS[model], fused, tp=tp, link=LINKS[link or sheet.link])
+    return replace(plain, profile=replace(plain.profile, cost=cost))
+
+
+def as_recorded(cost: CostModel, *, hidden: bool) -> CostModel:
+    """The cost model with the recorded steps of Yi-34B.
+
+    A recorded prompt takes its own attention and the linear layers; what its record has beyond the attention is the
+    time of the linear layers. What a record of decodes has beyond that of the linear layers is shared by its rows, in
+    all steps or, if `hidden`, in those without prompts.
+    """
+    at_record = cost.attention(1, DECODED_AT)
+    linear = {1: RECORDED_DECODES[1] / 1e3 - at_record}
+    linear |= {tokens: ms / 1e3 - cost.attention(tokens, tokens) for tokens, ms in RECORDED_PREFILLS.items()}
+    varied = replace(cost, linear_tokens=tuple(linear), linear_seconds=tuple(linear.values()))
+    seconds = {rows: ms / 1e3 - rows * at_record for rows, ms in RECORDED_DECODES.items()}
+    if hidden:
+        return replace(varied, decode_rows=tuple(seconds), decode_seconds=tuple(seconds.values()))
+    more = {rows: (took - varied.linear(rows)) / rows for rows, took in seconds.items()}
+    return replace(
+        varied,
+        decode_rows=tuple(more),
+        decode_seconds=tuple(map(varied.linear, more)),
+        decode_attention=tuple(
+            tuple(max(0.0, each + cost.attention(1, context)) for context in cost.attention_contexts)
+            for each in more.values()
+        ),
+    )
 
 
 def origin(*paths: Path | None) -> dict[str, str]:

@@ -122,8 +122,10 @@ VARIATIONS = papers.VARIATIONS | {
     "slo": "the SLO is 5 and 25 times our own step of 32 decodes at 4k, the paper's rule",
     "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
     "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
+    "whole": "ablation: hybrid-only is stall-free with a budget of the longest length, as in the authors' script",
 }
-NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Falcon-180B/strict")
+NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Mistral-7B/relaxed", "LLaMA2-70B/strict",
+         "LLaMA2-70B/relaxed", "Falcon-180B/strict", "Falcon-180B/relaxed")  # fmt: skip
 SAME_SET_UP = ("setting", "vary", "lengths", "requests", "seed")
 """Keys in which a later row must agree with an earlier one to replace it."""
 
@@ -345,7 +347,10 @@ def ablation(vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = N
         common |= {"prefix_sharing": False, "token_budget": 512 if "rate" in vary else 1024}
 
         def at(rate: float, scheduler: Any, common: Any = common, work: Workload = work) -> tuple[float, float]:
-            figures = served(deployment, EngineConfig(**common, scheduler=scheduler), work, rate, seed)
+            options = common | {"scheduler": scheduler}
+            if "whole" in vary and scheduler == "hybrid-only":
+                options |= {"scheduler": "stall-free", "token_budget": common["max_model_len"]}
+            figures = served(deployment, EngineConfig(**options), work, rate, seed)
             return figures["median_ttft_ms"] / 1000, figures["p99_itl_ms"] / 1000
 
         low, high = 0.05, 4.0
@@ -379,7 +384,7 @@ def show_ablation(found: dict[str, Any]) -> list[str]:
 
 def vary(args: argparse.Namespace) -> None:
     """Add the varied rows that are asked for to those of earlier calls, and show them all."""
-    stem, about, varied = papers.RESULTS / "sarathi-varied", papers.origin(args.lengths), tuple(args.vary)
+    stem, about, varied = args.out / "sarathi-varied", papers.origin(args.lengths, args.out), tuple(args.vary)
     kept = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
     kept = {"capacity": [], "ablation": []} | kept
     for seed in args.seeds:

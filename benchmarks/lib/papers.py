@@ -132,12 +132,12 @@ def origin(*paths: Path | None) -> dict[str, str]:
     return {"date": date.today().isoformat(), "command": words}
 
 
-def save(stem: Path, rows: Any, lines: Sequence[str], earlier: str = "") -> None:
+def save(stem: Path, rows: Any, lines: Sequence[str], earlier: str = "", given: Path | None = None) -> None:
     """Print the table, and write it and its rows next to each other as `stem`.md and `stem`.json.
 
-    `earlier` is the command of the run that the rows were added to.
+    `earlier` is the command of the run that the rows were added to, and `given` a file that the command names.
     """
-    about = origin(stem.parent) | ({"earlier": earlier} if earlier else {})
+    about = origin(stem.parent, given) | ({"earlier": earlier} if earlier else {})
     print("\n".join(lines))
     stem.with_suffix(".json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     added = f"; added to `{earlier}`" if earlier else ""

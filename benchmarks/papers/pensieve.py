@@ -329,11 +329,12 @@ def curve(job: Job, keep: Callable[[Task, list[dict[str, Any]]], None] | None = 
         latency(rate)
     if rates:
         return task, [runs[rate] for rate in sorted(runs)]
-    rate = LOWEST[task.model]
+    low, rate = LOWEST[task.model] / STEP, LOWEST[task.model]
+    while latency(rate) <= LIMIT:
+        low, rate = rate, rate * STEP
+    high = rate
     while latency(rate) <= 2 * LIMIT:
         rate *= STEP
-    low = max((rate for rate, run in runs.items() if run[LATENCY] <= LIMIT), default=LOWEST[task.model] / STEP)
-    high = min(rate for rate, run in runs.items() if run[LATENCY] > LIMIT)
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
         if latency(middle) <= LIMIT:

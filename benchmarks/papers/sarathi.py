@@ -27,7 +27,7 @@ import csv
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
@@ -43,6 +43,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.planning import TOLERANCE, find_capacity
+from holdfast.lab.schedulers import HybridOnly
 from holdfast.lab.simulator.deployment import Deployment, deploy, derive
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
@@ -55,6 +56,7 @@ from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape
 
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
+WITHOUT_BOUND = 1 << 20
 CEILING = 4096
 """Largest computed budget in tokens, divided among pipeline stages: larger steps are no cheaper and leave bubbles."""
 BUDGETS = {"strict": (512, 1024, 2048), "relaxed": (1536, 2048, 4096)}
@@ -123,6 +125,7 @@ VARIATIONS = papers.VARIATIONS | {
     "slo": "the SLO is 5 and 25 times our own step of 32 decodes at 4k, the paper's rule",
     "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
     "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
+    "together": "ablation: a step of hybrid-only holds all prompts that wait, as Orca's does",
     "whole": "ablation: hybrid-only is stall-free with a budget of the longest length, as in the authors' script",
 }
 NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Mistral-7B/relaxed", "LLaMA2-70B/strict",
@@ -224,12 +227,25 @@ def show_bubbles(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: float, seed: int) -> dict[str, Any]:
+def hybrid_without_bound(shape: EngineShape) -> Policy:
+    """The policy `hybrid-only` whose steps hold any number of tokens."""
+    return HybridOnly(WITHOUT_BOUND)
+
+
+def served(
+    deployment: Deployment,
+    config: EngineConfig,
+    work: Workload,
+    rate: float,
+    seed: int,
+    make_policy: Callable[[EngineShape], Policy] | None = None,
+) -> dict[str, Any]:
     """The figures of one simulated run."""
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
     arriving = workloads.gamma_arrivals(work, rate, seed)
-    return summary(simulate(config, profile, arriving, pipeline=deployment.pipeline).records)
+    outcome = simulate(config, profile, arriving, pipeline=deployment.pipeline, make_policy=make_policy)
+    return summary(outcome.records)
 
 
 class Search(NamedTuple):
@@ -353,7 +369,8 @@ def ablation(vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = N
             options = common | {"scheduler": scheduler}
             if "whole" in vary and scheduler == "hybrid-only":
                 options |= {"scheduler": "stall-free", "token_budget": common["max_model_len"]}
-            figures = served(deployment, EngineConfig(**options), work, rate, seed)
+            unbounded = hybrid_without_bound if "together" in vary and scheduler == "hybrid-only" else None
+            figures = served(deployment, EngineConfig(**options), work, rate, seed, unbounded)
             return figures["median_ttft_ms"] / 1000, figures["p99_itl_ms"] / 1000
 
         low, high = 0.05, 4.0

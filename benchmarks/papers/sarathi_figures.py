@@ -5,16 +5,17 @@ Run: python -m benchmarks.papers.sarathi_figures phases | operators | intensity 
      python -m benchmarks.papers.sarathi_figures stalls [--rate 0.25] [--rates 0.1 0.2 ...]
      python -m benchmarks.papers.sarathi_figures disaggregation [--models Yi-34B] [--requests 256] [--processes 2]
 
-`operators` is the time of a step of Mistral-7B by operator, for one prompt and for decodes. `chunks` divides the time of
-prompts of Yi-34B in chunks by that of whole ones, by operator, next to what the authors recorded. `lengths` has the
-quantiles of Table 2, of what `workloads` draws by it, and of the authors' file, if it is given (`sarathi` says where).
+`operators` is the time of a step of Mistral-7B by operator, for one prompt and for decodes. `chunks` divides the time
+of prompts in chunks by that of whole ones, by operator: of Yi-34B, next to what the authors recorded, and of Mistral-7B
+as measured on an H200. `lengths` has the quantiles of Table 2, of what `workloads` draws by it, and of the authors'
+file, if it is given (`sarathi` says where it is).
 
 As in `sarathi`, Holdfast's own schedulers run on a virtual clock, over devices derived from data sheets; `phases` has
 the measured profile of Mistral-7B on an H200, too. `vLLM` is the `prefill-first` scheduler.
 
 `disaggregation` (§6) compares replicas that compute prompts and decodes together (stall-free) with replicas of which
-some compute prompts alone and the others decode (SplitWise, DistServe). The paper leaves this open. A prompt's state goes
-from the device to its host, over the link to the other's host, and to its device, as Holdfast moves state between
+some compute prompts alone and the others decode (SplitWise, DistServe). The paper leaves this open. A prompt's state
+goes from the device to its host, over the link to the other's host, and to its device, as Holdfast moves state between
 replicas; it comes before the second token. All replicas together have the same number of devices. Prefill replicas have
 a budget of 2,048 tokens, as no decode waits for them. A capacity is the highest rate at which P99 TBT keeps the SLO of
 Table 3, the median request waits at most 2 s, and, with `--ttft`, P99 TTFT keeps that limit, too.

@@ -17,13 +17,16 @@ Attention keeps its derived growth with the context. The record of 256 tokens is
 run, and took longer than 512 tokens. From 8 decodes on, a row takes up to 1 ms more than we derive. With `hidden` only
 steps of nothing but decodes pay that, not those with a prompt; the authors' step of 1,021 tokens and 3 decodes took as
 long as one of 1,024 tokens (osdi-experiments/table-2/results.csv), which does not decide it.
+
+`rows`: a decode of any model takes as much more as one of Yi-34B does there, by layers and by query heads of a device:
+vLLM's kernel of that time starts a thread block for each head of each sequence.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -31,7 +34,7 @@ from typing import Any
 
 from benchmarks.lib.invocation import program
 from holdfast.core.cost import CostModel
-from holdfast.lab.simulator.deployment import Deployment, deploy, derive
+from holdfast.lab.simulator.deployment import Deployment, Pipeline, deploy, derive
 from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 
@@ -44,11 +47,14 @@ RECORDED_PREFILLS = {128: 48.09, 512: 105.6, 1024: 214.3, 2048: 366.0, 4096: 757
 RECORDED_DECODES = {1: 46.80, 2: 47.50, 4: 48.85, 8: 69.68, 16: 77.25, 32: 87.90, 64: 127.81, 128: 189.33}
 """Milliseconds of a step of decodes at a context of 1,024, by their number."""
 DECODED_AT = 1024
+RECORDED_HEADS = 60 * 28
+"""Query heads of a device in all layers of Yi-34B on two devices."""
 VARIATIONS = {
     "heads": "attention reads keys and values once for each query head",
     "host": "0.36 ms more for each layer of a step, as Sarathi-Serve's authors recorded of Yi-34B",
     "launch": "at least 0.78 ms for each layer of a step, as they recorded of one decode and of 128 tokens",
     "recorded": "steps of Yi-34B take as long as they recorded",
+    "rows": "decodes take as much more as they recorded of Yi-34B, by layers and by query heads of a device",
     "hidden": "with `recorded`: beside a prompt, a decode costs no more than we derive",
 }
 """Values of `--vary` that the simulations share."""
@@ -78,6 +84,9 @@ def deployed(
         least = LAUNCH_SECONDS * shape.layers / stages if "launch" in vary else 0.0
         linear = tuple(max(least, seconds + step_seconds / stages) for seconds in cost.linear_seconds)
         varied = replace(cost, linear_seconds=linear, attention_seconds=attention.attention_seconds)
+        if "rows" in vary:
+            share = shape.layers / stages * shape.heads / layout.get("tp", 1) / RECORDED_HEADS
+            varied = with_rows(varied, {rows: share * more for rows, more in recorded_rows().items()})
         return as_recorded(varied, hidden="hidden" in vary) if "recorded" in vary else varied
 
     if plain.pipeline is None or heads.pipeline is None:
@@ -85,8 +94,21 @@ def deployed(
     else:
         both = zip(plain.pipeline.stages, heads.pipeline.stages, strict=True)
         pipeline = replace(plain.pipeline, stages=tuple(changed(*stage) for stage in both))
-        cost = pipeline.whole()
+        cost = whole_with_rows(pipeline)
     return replace(plain, profile=replace(plain.profile, cost=cost), pipeline=pipeline)
+
+
+def whole_with_rows(pipeline: Pipeline) -> CostModel:
+    """`Pipeline.whole` with the decodes' own times, which all stages add up to."""
+    whole, stages = pipeline.whole(), pipeline.stages
+    if not stages[0].decode_rows:
+        return whole
+    tables = zip(*(stage.decode_attention for stage in stages), strict=True)
+    return replace(
+        whole,
+        decode_seconds=tuple(map(whole.linear, whole.decode_rows)),
+        decode_attention=tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in tables),
+    )
 
 
 def with_fused_kernels(model: str, *, device: str, tp: int = 1, link: str | None = None) -> Deployment:
@@ -113,10 +135,26 @@ def as_recorded(cost: CostModel, *, hidden: bool) -> CostModel:
     if hidden:
         return replace(varied, decode_rows=tuple(seconds), decode_seconds=tuple(seconds.values()))
     more = {rows: (took - varied.linear(rows)) / rows for rows, took in seconds.items()}
+    return with_rows(varied, more)
+
+
+def recorded_rows() -> dict[int, float]:
+    """Seconds that a decode of Yi-34B takes beyond the derived one, by the number of decodes in its step.
+
+    What the record of a step of so many tokens takes for the linear layers is not among them. At least 0.
+    """
+    plain = deploy(RECORDED_MODEL, "a100-80gb", tp=2).profile.cost
+    cost = as_recorded(plain, hidden=False)
+    more = {rows: cost.decode(rows, DECODED_AT) - plain.attention(1, DECODED_AT) for rows in RECORDED_DECODES}
+    return {rows: max(0.0, seconds) for rows, seconds in more.items()}
+
+
+def with_rows(cost: CostModel, more: Mapping[int, float]) -> CostModel:
+    """The cost model in which each of so many decodes takes these seconds more, at any context."""
     return replace(
-        varied,
+        cost,
         decode_rows=tuple(more),
-        decode_seconds=tuple(map(varied.linear, more)),
+        decode_seconds=tuple(map(cost.linear, more)),
         decode_attention=tuple(
             tuple(max(0.0, each + cost.attention(1, context)) for context in cost.attention_contexts)
             for each in more.values()

@@ -369,18 +369,24 @@ def show(figures: Sequence[int], found: Found) -> list[str]:
             if task not in found:
                 continue
             first = next(of for of in FIGURES[figure] if (of.model, of.dataset) == (task.model, task.dataset))
-            if figure == 15:  # every think time, compared with vLLM at the longest
-                first = task._replace(system="vLLM", think=600.0)
-            gains = [
-                f"{throughput(found[task], limit) / under:.2f}" if under else "-"
-                for limit in LIMITS
-                for under in [throughput(found.get(first, ()), limit)]
-            ]
+            if figure == 15:  # vLLM is stateless: how long users think does not matter to it
+                first = task._replace(system="vLLM", think=60.0)
             stated = PAPER.get((figure, task.model, task.dataset), "") if task.system == "Pensieve" else ""
             reached = f"{throughput(found[task], LIMIT):.2f}"
-            cells = [figure, task.model, task.dataset, f"{task.think:g}", task.system, reached, *gains, stated]
+            cells = [figure, task.model, task.dataset, f"{task.think:g}", task.system, reached]
+            cells += [*gains(found, task, first), stated]
             lines.append(f"| {' | '.join(map(str, cells))} |")
+            if (key := (figure, task.model, task.dataset)) in PAPER_OVER_TENSORRT and task.system == "Pensieve":
+                other = gains(found, task, task._replace(system="TensorRT-LLM"))
+                cells = [*key, f"{task.think:g}", "Pensieve over TensorRT-LLM", "", *other, PAPER_OVER_TENSORRT[key]]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
+
+
+def gains(found: Found, task: Task, under: Task) -> list[str]:
+    """The throughput of one curve over that of another at each of LIMITS; a dash where the other has none."""
+    pairs = [(throughput(found[task], limit), throughput(found.get(under, ()), limit)) for limit in LIMITS]
+    return [f"{over / below:.2f}" if below else "-" for over, below in pairs]
 
 
 def show_rates(figures: Sequence[int], found: Found) -> list[str]:
@@ -443,7 +449,8 @@ def search_rates(args: argparse.Namespace) -> None:
     begun: Found = {}
     if kept.exists():
         before = json.loads(kept.read_text())
-        earlier = f"{before['command']}, {before['date']}"
+        more = f"; {before['earlier']}" if "earlier" in before else ""
+        earlier = f"{before['command']}, {before['date']}{more}"
         for row in before["rows"]:
             (begun if row.get("begun") else found)[Task(**row["task"])] = row["runs"]
     wanted = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)
@@ -457,7 +464,8 @@ def search_rates(args: argparse.Namespace) -> None:
     ]
 
     def write() -> None:
-        kept.write_text(json.dumps(papers.origin(args.out) | {"rows": rows_of(found, begun)}, indent=1) + "\n")
+        about = papers.origin(args.out) | ({"earlier": earlier} if earlier else {})
+        kept.write_text(json.dumps(about | {"rows": rows_of(found, begun)}, indent=1) + "\n")
 
     def keep(task: Task, runs: list[dict[str, Any]]) -> None:
         begun[task] = runs

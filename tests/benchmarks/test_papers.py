@@ -8,6 +8,7 @@ from benchmarks.lib.papers import (
     RECORDED_DECODES,
     RECORDED_PREFILLS,
     deployed,
+    recorded_rows,
 )
 from holdfast.lab.simulator.deployment import deploy
 
@@ -79,3 +80,25 @@ def test_fused_kernels_make_every_step_shorter_and_leave_the_memory() -> None:
     for segments in ([(1, 1024)], [(1, 1024)] * 64, [(2048, 2048)]):
         assert fused.cost.step(segments) < plain.cost.step(segments)
     assert fused.cache_tokens == plain.cache_tokens
+
+
+def test_decodes_of_any_model_take_as_much_more_as_the_recorded_ones_by_layers_and_heads() -> None:
+    more = recorded_rows()
+    assert more[1] == 0 and 0.0009 < more[128] < 0.0012
+    for model, layout, share in (("yi-34b", YI, 1.0), ("opt-13b", {"device": "a100-80gb"}, 40 / 60 * 40 / 28)):
+        plain, slow = (deployed(model, vary, **layout).profile.cost for vary in ([], ["rows"]))
+        decodes = [(1, 2048)] * 128
+        assert slow.step(decodes) - plain.step(decodes) == pytest.approx(128 * share * more[128])
+        assert slow.step([(512, 512), *decodes]) - plain.step([(512, 512), *decodes]) == pytest.approx(
+            128 * share * more[128]
+        )
+
+
+def test_stages_of_a_pipeline_share_what_decodes_take_more() -> None:
+    plain, slow = deployed("llama-2-70b", **PIPELINE), deployed("llama-2-70b", ["rows"], **PIPELINE)
+    decodes = [(1, 1024)] * 64
+    more = [
+        late.step(decodes) - stage.step(decodes) for stage, late in zip(plain.pipeline.stages, slow.pipeline.stages)
+    ]
+    assert more[0] == pytest.approx(more[1]) and more[0] > 0
+    assert slow.profile.cost.step(decodes) - plain.profile.cost.step(decodes) == pytest.approx(sum(more))

@@ -45,7 +45,7 @@ TOKENS = (128, 512, 1024, 2048, 4096, 8192, LONGEST)
 STATED = {("turns", 5): 0.36, ("tokens", LONGEST): 0.9943}
 """Shares that the thesis states (§3.6.1, §3.6.4): of at least this number of turns, and of at most these tokens."""
 GPU_ALONE = {"opt-13b": 0.20, "llama-2-13b-gqa": 0.40}
-"""Shares by which the GPU's cache alone lowers the latency before the peak at most, according to the thesis (§3.6.2)."""
+"""Largest shares by which the GPU's cache alone lowers the latency before the peak (the thesis, §3.6.2)."""
 
 
 def history() -> list[dict[str, Any]]:

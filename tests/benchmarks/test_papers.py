@@ -98,7 +98,8 @@ def test_stages_of_a_pipeline_share_what_decodes_take_more() -> None:
     plain, slow = deployed("llama-2-70b", **PIPELINE), deployed("llama-2-70b", ["rows"], **PIPELINE)
     decodes = [(1, 1024)] * 64
     more = [
-        late.step(decodes) - stage.step(decodes) for stage, late in zip(plain.pipeline.stages, slow.pipeline.stages)
+        late.step(decodes) - stage.step(decodes)
+        for stage, late in zip(plain.pipeline.stages, slow.pipeline.stages, strict=True)
     ]
     assert more[0] == pytest.approx(more[1]) and more[0] > 0
     assert slow.profile.cost.step(decodes) - plain.profile.cost.step(decodes) == pytest.approx(sum(more))

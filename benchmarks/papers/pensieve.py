@@ -280,10 +280,13 @@ def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = (), co
     counted = [record for record in outcome.records if seconds / 2 <= record.arrival < seconds]
     found, stats = summary(counted), outcome.stats
     asked = sum(record.prompt_tokens for record in counted)
+    computed = sum(record.prompt_tokens - record.cached_tokens for record in outcome.records)
+    new = sum(turn.prompt for talk in workload for turn in talk.turns)
     return {name: found[name] for name in SHOWN} | {
         "asked_rate": len(counted) / (seconds / 2),
         "cached_share": found["cached_tokens"] / asked,
         "uncached_tokens": asked - found["cached_tokens"],
+        "recomputed_tokens_whole_run": computed - new,
         "hit_share_whole_run": stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,
         "host_hit_share_whole_run": stats.prefix_hits_on_host / stats.prefix_queries if stats.prefix_queries else 0.0,
         "preemptions": stats.preemptions,
@@ -393,13 +396,14 @@ def show_rates(figures: Sequence[int], found: Found) -> list[str]:
     """A line for each run."""
     lines = [
         "| model | data set | think, s | system | requests/s | ms a token, mean | p90 | TTFT p50 | from the cache | "
-        "conversations left out |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "computed again, tokens | conversations left out |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task in dict.fromkeys(task for figure in figures for task in FIGURES[figure] if task in found):
         for run in found[task]:
             names = ("asked_rate", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "cached_share")
             cells = [f"{run[name]:.3g}" for name in names]
+            cells.append(f"{run['recomputed_tokens_whole_run']:,}" if "recomputed_tokens_whole_run" in run else "")
             cells.append(f"{run.get('left_out_conversations_share', 0.0):.2%}")  # earlier files left none out
             lines.append(f"| {task.model} | {task.dataset} | {task.think:g} | {task.system} | {' | '.join(cells)} |")
     return lines

@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.papers.sarathi checks | joining | bubbles | knee [--profiles FILE ...]
      python -m benchmarks.papers.sarathi capacity [--requests 512] [--models ...] [--systems ... [--add]]
-                                         [--processes 2]
+                                         [--processes 2] [--vary NAME ...]
      python -m benchmarks.papers.sarathi ablation
      python -m benchmarks.papers.sarathi vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
 
@@ -522,14 +522,11 @@ def show_joining(rows: list[dict[str, Any]]) -> list[str]:
         "| model | batch | context | decodes alone, ms | + whole prompt | + chunk | the same, launched layer by layer |"
     )
     lines = [heads, "|---" * 7 + "|"]
-    lines += [
-        f"| {row['model']} | {row['batch']} | {row['context']} | {row['alone'] * 1e3:.1f} | {row['whole']:.1f}x | "
-        f"{row['chunked']:.2f}x | "
-        + ("measured" if row["model"] == MEASURED else f"{row['launched_alone'] * 1e3:.1f} ms, ")
-        + ("" if row["model"] == MEASURED else f"{row['launched_whole']:.1f}x, {row['launched_chunked']:.2f}x")
-        + " |"
-        for row in rows
-    ]
+    for row in rows:
+        cells = [row["model"], row["batch"], row["context"], f"{row['alone'] * 1e3:.1f}", f"{row['whole']:.1f}x"]
+        late = f"{row['launched_alone'] * 1e3:.1f} ms, {row['launched_whole']:.1f}x, {row['launched_chunked']:.2f}x"
+        cells += [f"{row['chunked']:.2f}x", "measured" if row["model"] == MEASURED else late]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     derived = [row for row in rows if row["model"] != MEASURED]
     worst, late = (max(row[name] for row in derived) for name in ("whole", "launched_whole"))
     told = f"At most {worst:.1f} times with a whole prompt, and {late:.1f} if no step is shorter than its launches; "
@@ -774,7 +771,8 @@ def main() -> None:
                 before = json.loads(stem.with_suffix(".json").read_text())
                 rows, earlier = merged(before["rows"], rows), f"{before['command']}, {before['date']}"
             papers.save(stem, rows, show_capacity(rows), earlier)
-            plot_capacity(rows, stem.with_suffix(".png"))
+            if not args.vary:
+                plot_capacity(rows, stem.with_suffix(".png"))
         case _:
             vary(args)
 

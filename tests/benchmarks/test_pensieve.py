@@ -61,3 +61,14 @@ def test_a_curve_that_was_interrupted_runs_only_the_rates_that_are_missing(monke
     again = curve(Job(task, 1.0, (), (), Context(), known))
     assert ran == rest
     assert [run["rate"] for run in again[1]] == [run["rate"] for run in whole[1]]
+
+
+def test_tokens_are_computed_again_where_no_state_is_kept_and_hardly_where_all_of_it_is() -> None:
+    runs = {
+        system: pensieve.served(Task("opt-13b", 1, "ShareGPT", system, 10.0), 1.0, 60.0)
+        for system in ("vLLM", "TensorRT-LLM", "Pensieve")
+    }
+    again = {system: run["recomputed_tokens_whole_run"] for system, run in runs.items()}
+    assert again["vLLM"] == again["TensorRT-LLM"] > 10_000
+    assert 0 <= again["Pensieve"] < 0.05 * again["vLLM"]
+    assert runs["TensorRT-LLM"][LATENCY] < runs["vLLM"][LATENCY]

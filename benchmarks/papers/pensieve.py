@@ -379,9 +379,10 @@ def show(figures: Sequence[int], found: Found) -> list[str]:
             cells = [figure, task.model, task.dataset, f"{task.think:g}", task.system, reached]
             cells += [*gains(found, task, first), stated]
             lines.append(f"| {' | '.join(map(str, cells))} |")
-            if (key := (figure, task.model, task.dataset)) in PAPER_OVER_TENSORRT and task.system == "Pensieve":
-                other = gains(found, task, task._replace(system="TensorRT-LLM"))
-                cells = [*key, f"{task.think:g}", "Pensieve over TensorRT-LLM", "", *other, PAPER_OVER_TENSORRT[key]]
+            key, other = (figure, task.model, task.dataset), task._replace(system="TensorRT-LLM")
+            if task.system == "Pensieve" and key in PAPER_OVER_TENSORRT and other in found:
+                cells = [*key, f"{task.think:g}", "Pensieve over TensorRT-LLM", ""]
+                cells += [*gains(found, task, other), PAPER_OVER_TENSORRT[key]]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
@@ -488,8 +489,9 @@ def search_rates(args: argparse.Namespace) -> None:
             for task, runs in pool.imap_unordered(curve, jobs):
                 done(task, runs)
     show_all = show_rates if args.rates else show
-    papers.save(stem, rows_of(found, begun), show_all(args.figures, found), earlier if jobs else "")
-    plot(args.figures, found, stem.with_suffix(".png"))
+    papers.save(stem, rows_of(found, begun), show_all(args.figures, found), earlier)
+    if not args.vary:
+        plot(args.figures, found, stem.with_suffix(".png"))
 
 
 def rows_of(found: Found, begun: Found) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ requests that came (slow answers delay later turns) where the line between two r
 gains off curves and does not say at which latency, so LIMITS has three. The JSON file keeps what is done; an
 interrupted run continues from it. TensorRT-LLM is a stateless system whose steps hold prompts and decodes together
 (in-flight batching) on an A100 with an H200's shares of the peaks and its time to launch: fused kernels, no Python.
+Variations of costs leave it as it is, and `tail` is of ShareGPT alone.
 
 `fig10`, `fig14` and `fig15` use a constant model of step times: by default linear layers and attention of an 8B model
 on one H200, with `--opt` OPT-13B on one A100 (§6.1, §6.6). They compare eviction orders and count recomputed tokens.
@@ -466,6 +467,7 @@ def search_rates(args: argparse.Namespace) -> None:
         and task.system in args.systems
         and task.dataset in args.datasets
         and task.think in (args.thinks or [task.think])
+        and (task.dataset == "ShareGPT" or "tail" not in args.vary)
     ]
 
     def write() -> None:

@@ -118,7 +118,8 @@ def at_rate(runs: Sequence[dict[str, Any]], rate: float) -> float | None:
 
 def latency(stored: Path) -> list[dict[str, Any]]:
     """Latencies of Pensieve and vLLM at equal rates, from stored runs."""
-    found = {Task(**row["task"]): row["runs"] for row in json.loads(stored.read_text())["rows"]}
+    complete = [row for row in json.loads(stored.read_text())["rows"] if not row.get("begun")]
+    found = {Task(**row["task"]): row["runs"] for row in complete}
     rows = []
     for task, runs in found.items():
         if task.system != "vLLM":

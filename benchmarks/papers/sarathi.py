@@ -57,6 +57,7 @@ from holdfast.lm.types import EngineShape
 
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
 WITHOUT_BOUND = 1 << 20
+"""Largest number of tokens of a step that none reaches."""
 CEILING = 4096
 """Largest computed budget in tokens, divided among pipeline stages: larger steps are no cheaper and leave bubbles."""
 BUDGETS = {"strict": (512, 1024, 2048), "relaxed": (1536, 2048, 4096)}
@@ -542,7 +543,7 @@ SLOPE = (2048, 4096)
 """Range of tokens in which the time of a step grows in proportion."""
 KNEES = {1: "200 in theory", 8: "500 to 600 at higher degrees"}
 """Token counts from which linear layers are bound by arithmetic, according to the paper (footnote 2)."""
-LAYER_RECORDS = {  # ms of the four products of a layer of Llama-2-70B on A100s by degree, at each of RECORDED_AT
+LAYER_RECORDS = {  # ms of the four products of a layer of Llama-2-70B on A100s by degree, at each of KNEE_TOKENS
     1: (1.072, 1.120, 1.125, 1.297, 2.117, 3.058, 3.910, 5.947, 8.128, 14.585, 29.599),
     2: (0.529, 0.571, 0.593, 0.734, 1.058, 1.516, 2.017, 3.015, 4.135, 7.520, 14.716),
     4: (0.284, 0.301, 0.307, 0.383, 0.588, 0.724, 1.038, 1.476, 2.115, 3.772, 7.309),
@@ -571,7 +572,7 @@ def knee(profiles: Sequence[Path]) -> list[dict[str, Any]]:
         profile = CostProfile.load(path)
         costs.append((f"{profile.cost.model} on {profile.cost.device}, measured", profile.tp, profile.cost))
     curves = [(what, tp, {at: 1e3 * cost.linear(at) for at in KNEE_TOKENS}) for what, tp, cost in costs]
-    for least, how in ((0.0, "recorded by Vidur"), (LAUNCH_SECONDS, "the same, launched layer by layer")):
+    for least, how in ((0.0, "recorded by Vidur"), (LAUNCH_SECONDS, "recorded by Vidur, launched layer by layer")):
         for tp, layer in LAYER_RECORDS.items():
             of = {at: shape.layers * max(ms, 1e3 * least) for at, ms in zip(KNEE_TOKENS, layer, strict=True)}
             curves.append((f"llama-2-70b on a100-80gb, products {how}", tp, of))

@@ -455,8 +455,8 @@ def search_rates(args: argparse.Namespace) -> None:
     begun: Found = {}
     if kept.exists():
         before = json.loads(kept.read_text())
-        more = f"; {before['earlier']}" if "earlier" in before else ""
-        earlier = f"{before['command']}, {before['date']}{more}"
+        commands = [f"{before['command']}, {before['date']}", *before.get("earlier", "").split("; ")]
+        earlier = "; ".join(dict.fromkeys(filter(None, commands)))
         for row in before["rows"]:
             (begun if row.get("begun") else found)[Task(**row["task"])] = row["runs"]
     wanted = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)

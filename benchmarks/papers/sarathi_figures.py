@@ -419,14 +419,14 @@ def plot(part: str, found: Any, path: Path) -> None:
             axis.set_xticks(BATCHES, map(str, BATCHES))
         left.legend(frameon=False)
     elif part == "operators":
-        for axis, title in ((left, "prompt of"), (right, "decodes:")):
-            of = [row for row in found if row["what"].startswith(title)]
+        for axis, begins, title in ((left, "prompt of", "one prompt"), (right, "decodes:", "decodes")):
+            of = [row for row in found if row["what"].startswith(begins)]
             bottoms = [0.0] * len(of)
             for operator in ("linear", "attention", "fixed"):
                 heights = [row["ms"][operator] for row in of]
                 axis.bar([f"{row['tokens']:,}" for row in of], heights, bottom=bottoms, label=operator)
                 bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-            axis.set(xlabel="tokens", ylabel="ms of a step", title=f"{title.strip(':')} tokens, Mistral-7B")
+            axis.set(xlabel="tokens", ylabel="ms of a step", title=f"{title}, Mistral-7B")
         left.legend(frameon=False)
     elif part == "chunks":
         for axis, what in zip((left, right), dict.fromkeys(row["what"] for row in found), strict=True):
@@ -438,6 +438,8 @@ def plot(part: str, found: Any, path: Path) -> None:
                     axis.plot(prompts, [row["recorded"] for row in of], ":", color=line.get_color())
             axis.axhline(1.0, color="gray", linewidth=0.8)
             axis.set(xscale="log", xlabel="tokens of the prompt", ylabel="over the whole prompt", title=what)
+            axis.set_xticks([*PREFILLS], [f"{prompt:,}" for prompt in PREFILLS])
+            axis.minorticks_off()
         left.set_title("Yi-34B, derived (dotted: the authors' records)")
         left.legend(frameon=False)
     elif part == "intensity":

@@ -9,7 +9,7 @@ authors recorded 46.8 (github.com/microsoft/sarathi-serve, branch osdi-sarathi-s
 decode.csv). The 22 ms of difference are 0.36 ms for each of 60 layers.
 
 `launch`: no step takes less than 0.78 ms a layer, the time in which the host launches a layer's kernels one by one. The
-same file has 46.8 ms for one decode, and prefill.csv 48.1 for a prompt of 128 tokens; both are 0.78 ms for each of 60
+records of one decode (46.8 ms) and of a prompt of 128 tokens (48.1 ms, prefill.csv) are both 0.78 ms for each of 60
 layers. Larger steps hide the launches.
 
 `recorded`: steps of Yi-34B on two A100s take what these two files say, by tokens of a prompt and by number of decodes.
@@ -123,9 +123,9 @@ def with_fused_kernels(model: str, *, device: str, tp: int = 1, link: str | None
 def as_recorded(cost: CostModel, *, hidden: bool) -> CostModel:
     """The cost model with the recorded steps of Yi-34B.
 
-    A recorded prompt takes its own attention and the linear layers; what its record has beyond the attention is the
-    time of the linear layers. What a record of decodes has beyond that of the linear layers is shared by its rows, in
-    all steps or, if `hidden`, in those without prompts.
+    A recorded prompt takes its own attention and the linear layers; all time beyond the attention is that of the linear
+    layers. The rows of a recorded step of decodes share all time beyond that of the linear layers, in every step or, if
+    `hidden`, in steps without prompts.
     """
     at_record = cost.attention(1, DECODED_AT)
     linear = {1: RECORDED_DECODES[1] / 1e3 - at_record}
@@ -141,7 +141,7 @@ def as_recorded(cost: CostModel, *, hidden: bool) -> CostModel:
 def recorded_rows() -> dict[int, float]:
     """Seconds that a decode of Yi-34B takes beyond the derived one, by the number of decodes in its step.
 
-    What the record of a step of so many tokens takes for the linear layers is not among them. At least 0.
+    The recorded time of the linear layers is not among them. At least 0.
     """
     plain = deploy(RECORDED_MODEL, "a100-80gb", tp=2).profile.cost
     cost = as_recorded(plain, hidden=False)
@@ -150,7 +150,7 @@ def recorded_rows() -> dict[int, float]:
 
 
 def with_rows(cost: CostModel, more: Mapping[int, float]) -> CostModel:
-    """The cost model in which each of so many decodes takes these seconds more, at any context."""
+    """The cost model in which a decode takes more seconds, by the number of decodes in its step, at any context."""
     return replace(
         cost,
         decode_rows=tuple(more),

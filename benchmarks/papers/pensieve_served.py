@@ -1,4 +1,4 @@
-"""Pensieve's Figure 10 over HTTP: both tiers beside the device's cache alone, at rising rates.
+"""Pensieve's Figure 10 over HTTP: both tiers and the device's cache alone, at rising rates.
 
 usage: python -m benchmarks.papers.pensieve_served [--rates 6 8 10 12 14] [--modes device tiers] [--phase 14]
                                                    [--json FILE] [--small]
@@ -57,7 +57,7 @@ class Answered(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a process of clients needs."""
+    """The settings of a process of clients."""
 
     url: str
     model: str

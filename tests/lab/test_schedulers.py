@@ -133,7 +133,7 @@ FIGURE_4 = {
     "FasterTransformer": (RequestLevel(64), ["A, B", "A, B", "A, B", "C whole, D whole"]),
     "Sarathi-Serve": (StallFree(8), ["A, B, C part", "A, B, C part", "A, B, C, D part"]),
 }
-"""Sarathi-Serve, Figure 4: the steps after C and D have arrived beside A and B, which decode."""
+"""Sarathi-Serve, Figure 4: the steps after C and D have arrived, while A and B decode."""
 
 
 @pytest.mark.parametrize(("policy", "timeline"), FIGURE_4.values(), ids=FIGURE_4)

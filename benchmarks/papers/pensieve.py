@@ -1,7 +1,7 @@
 """Pensieve's evaluation by simulation: Holdfast's own scheduler and memory on virtual clocks. No model runs.
 
 Run: python -m benchmarks.papers.pensieve rates [--figures 10 11 13 14 15] [--seconds 600] [--vary NAME ...]
-                                          [--context 16384] [--longer cut | drop] [--processes 1]
+                                          [--context 16384] [--longer cut | drop] [--thinks 60 ...] [--processes 1]
      python -m benchmarks.papers.pensieve fig10 | fig14 | fig15 [--opt] [--rates 1 2 4 8] [--seeds 1] ...
      python -m benchmarks.papers.pensieve fig10 --measured FILE ...      # plots the JSON of multiturn.py or of `fitted`
      python -m benchmarks.papers.pensieve fitted --rates 24 28 [--modes tiers] [--set NAME=VALUE] [--json FILE]
@@ -15,7 +15,9 @@ It lasts `--seconds`, or three think times if that is longer; its second half co
 until the mean normalized latency is twice LIMIT, then is bisected around LIMIT. A system's throughput is the rate of
 requests that came (slow answers delay later turns) where the line between two runs crosses LIMIT. The paper reads its
 gains off curves and does not say at which latency, so LIMITS has three. The JSON file keeps what is done; an
-interrupted run continues from it.
+interrupted run continues from it. TensorRT-LLM is a stateless system whose steps hold prompts and decodes together
+(in-flight batching) on an A100 with an H200's shares of the peaks and its time to launch: fused kernels, no Python.
+Variations of costs leave it as it is, and `tail` is of ShareGPT alone.
 
 `fig10`, `fig14` and `fig15` use a constant model of step times: by default linear layers and attention of an 8B model
 on one H200, with `--opt` OPT-13B on one A100 (§6.1, §6.6). They compare eviction orders and count recomputed tokens.
@@ -36,7 +38,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -53,7 +55,7 @@ from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import simulate
-from holdfast.lab.workloads import LeftOut, LongerName, Workload
+from holdfast.lab.workloads import LeftOut, Lengths, LongerName, Workload
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
@@ -85,18 +87,25 @@ LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b":
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "vLLM": {"scheduler": "prefill-first", "prefix_sharing": False, "token_budget": LONGEST},
+    "TensorRT-LLM": {"scheduler": "unified", "prefix_sharing": False, "fused": True},
     "Pensieve": {"scheduler": "unified", "host": True},
     "Pensieve (GPU cache)": {"scheduler": "unified"},
     "separate phases": {"scheduler": "prefill-first", "host": True},
     "LRU of chunks": {"scheduler": "unified", "host": True, "eviction": "lru"},
     "LRU of conversations": {"scheduler": "unified", "host": True, "eviction": "lru-conversation"},
+    "value by turns": {"scheduler": "unified", "host": True, "eviction": "pauses"},
     "Holdfast": {"scheduler": "stall-free", "host": True},
 }
 BOTH = ("vLLM", "Pensieve")
 VARIATIONS = papers.VARIATIONS | {
     "nvlink": "NVLink between all four GPUs, not PCIe between pairs",
     "memory": "50 GB of host memory a GPU, a quarter",
+    "all-memory": "220 GB of host memory a GPU, all that the paper's machines have",
+    "swaps": "the copies of all GPUs share one link to the host",
+    "tail": "ShareGPT's lengths have the stated long tail, and conversations beyond the context are dropped",
 }
+HOSTS = {"memory": HOST / 4, "all-memory": 220.0}
+"""GB of host memory a GPU under a variation."""
 
 
 class Context(NamedTuple):
@@ -122,9 +131,9 @@ class Task(NamedTuple):
 FIGURES: dict[int, list[Task]] = {
     10: [
         Task(model, 1, dataset, system, 60.0)
-        for dataset, systems in (("ShareGPT", (*BOTH, "Pensieve (GPU cache)", "Holdfast")), ("UltraChat", BOTH))
+        for dataset, more in (("ShareGPT", ("Holdfast",)), ("UltraChat", ()))
         for model in ("opt-13b", "llama-2-13b-gqa")
-        for system in systems
+        for system in (*BOTH, "TensorRT-LLM", "Pensieve (GPU cache)", *more)
     ],
     11: [
         Task(model, 4, "ShareGPT", system, 60.0)
@@ -133,11 +142,12 @@ FIGURES: dict[int, list[Task]] = {
     ],
     13: [Task("llama-2-13b-gqa", 1, "ShareGPT", system, 60.0) for system in ("separate phases", "Pensieve")],
     14: [
-        Task("opt-13b", 1, "ShareGPT", system, 60.0) for system in ("LRU of conversations", "LRU of chunks", "Pensieve")
+        Task("opt-13b", 1, "ShareGPT", system, 60.0)
+        for system in ("LRU of conversations", "LRU of chunks", "Pensieve", "value by turns")
     ],
     15: [
         Task("llama-2-13b-gqa", 1, "ShareGPT", system, think)
-        for system, thinks in (("Pensieve", (60.0, 120.0, 300.0, 600.0)), ("vLLM", (60.0, 600.0)))
+        for system, thinks in (("Pensieve", (30.0, 60.0, 120.0, 300.0, 600.0)), ("vLLM", (60.0, 120.0, 600.0)))
         for think in thinks
     ],
 }
@@ -155,6 +165,48 @@ PAPER = {  # gain of Pensieve over vLLM, as the text states it
 }
 
 
+PAPER_OVER_TENSORRT = {
+    (10, "opt-13b", "ShareGPT"): 1.19,
+    (10, "llama-2-13b-gqa", "ShareGPT"): 1.57,
+    (10, "opt-13b", "UltraChat"): 1.13,
+    (10, "llama-2-13b-gqa", "UltraChat"): 1.47,
+}
+"""Gain of Pensieve over TensorRT-LLM, as the text states it."""
+
+TAIL = "ShareGPT, long tail"
+LOG_TURNS, SPREAD_OF_TURNS, SPREAD_OF_TALKS = 0.9805, 1.132, 0.79
+"""Mean and standard deviation of the logarithm of the number of turns, and deviation of that of a conversation's scale.
+
+They follow from three facts of the paper and the thesis: 5.56 turns on average, 36% of the conversations with 5 or more
+turns, and 0.57% with more than 16,384 tokens.
+"""
+
+
+def long_tailed(count: int, think: float, seed: int) -> Workload:
+    """Conversations with ShareGPT's means and the stated tails, all arriving at once.
+
+    The number of turns is lognormal, rounded up. Each conversation has a scale of its own, by which its prompts and
+    answers are longer or shorter than the means.
+    """
+    choose, means, talks = random.Random(seed), workloads.SHAREGPT, []
+    for _ in range(count):
+        turns = max(1, math.ceil(choose.lognormvariate(LOG_TURNS, SPREAD_OF_TURNS)))
+        scale = choose.lognormvariate(-(SPREAD_OF_TALKS**2) / 2, SPREAD_OF_TALKS)
+        prompts = Lengths.of_mean(scale * means.prompt, 1.0, 4, LONGEST)
+        outputs = Lengths.of_mean(scale * means.output, 0.6, 4, LONGEST)
+        thinks = [0.0, *(choose.expovariate(1 / think) for _ in range(turns - 1))]
+        drawn = [workloads.Turn(prompts.draw(choose), outputs.draw(choose), pause) for pause in thinks]
+        talks.append(workloads.Conversation(0.0, tuple(drawn)))
+    return talks
+
+
+def draw_talks(dataset: str, count: int, think: float) -> Workload:
+    """Conversations of a data set, all arriving at once, of any length."""
+    if dataset == TAIL:
+        return long_tailed(count, think, seed=0)
+    return workloads.multi_turn(count, think, seed=0, means=DATASETS[dataset])
+
+
 def steady(
     dataset: str, think: float, rate: float, seconds: float, context: Context, token_seconds: float = 0.03
 ) -> tuple[Workload, LeftOut]:
@@ -166,9 +218,9 @@ def steady(
     for each token) is the history of those that go on, and becomes part of the first prompt that is asked.
     """
     before = 20 * think
-    share, turns_each = chosen_share(dataset)
+    share, turns_each = chosen_share(dataset, context)
     count = max(8, round((before + seconds) * rate / turns_each / share))
-    drawn = chosen(dataset, workloads.multi_turn(count, think, seed=0, means=DATASETS[dataset]))
+    drawn = chosen(dataset, draw_talks(dataset, count, think))
     fitting = workloads.fit_context(drawn, context.longest, context.longer)
     under_way = []
     for talk in workloads.gamma_arrivals(fitting, rate / turns_each, seed=0):
@@ -196,13 +248,12 @@ def chosen(dataset: str, drawn: Workload) -> Workload:
 
 
 @cache
-def chosen_share(dataset: str) -> tuple[float, float]:
-    """The share of the conversations with enough turns, and their mean number of turns."""
-    means = DATASETS[dataset]
-    if dataset not in LEAST_TURNS:
-        return 1.0, means.turns
-    drawn = workloads.multi_turn(20_000, 0.1, seed=0, means=means)
-    enough = chosen(dataset, drawn)
+def chosen_share(dataset: str, context: Context = CUT) -> tuple[float, float]:
+    """The share of the conversations that have enough turns and are not dropped, and their mean number of turns."""
+    if dataset not in LEAST_TURNS and dataset != TAIL:
+        return 1.0, DATASETS[dataset].turns
+    drawn = draw_talks(dataset, 20_000, 0.1)
+    enough = workloads.fit_context(chosen(dataset, drawn), context.longest, context.longer)
     return len(enough) / len(drawn), statistics.mean(len(talk.turns) for talk in enough)
 
 
@@ -210,21 +261,33 @@ def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = (), co
     """The figures of one simulated run."""
     options = dict(SYSTEMS[task.system])
     link = "pcie4" if task.gpus > 2 and "nvlink" not in vary else None
-    profile = papers.deployed(task.model, vary, device="a100-80gb", tp=task.gpus, link=link).profile
-    profile = replace(profile, cache_tokens=int(CACHE * task.gpus / profile.token_bytes))
-    host = HOST * task.gpus / (4 if "memory" in vary else 1) if options.pop("host", False) else 0.0
+    fused = options.pop("fused", False)
+    profile = papers.deployed(task.model, vary, fused=fused, device="a100-80gb", tp=task.gpus, link=link).profile
+    profile = replace(
+        profile,
+        cache_tokens=int(CACHE * task.gpus / profile.token_bytes),
+        copy_rate=profile.copy_rate / (task.gpus if "swaps" in vary else 1),
+    )
+    memory = next((HOSTS[name] for name in vary if name in HOSTS), HOST)
+    host = memory * task.gpus if options.pop("host", False) else 0.0
     sizes = {"max_model_len": context.longest, "max_sequences": 256, "swap_in_groups": LAYERS, "host_cache_gb": host}
     config = EngineConfig(**{**sizes, **options})
     seconds = max(seconds, 3 * task.think)
-    workload, left_out = steady(task.dataset, task.think, rate, seconds, context)
+    dataset = task.dataset
+    if "tail" in vary:
+        dataset, context = TAIL, context._replace(longer="drop")
+    workload, left_out = steady(dataset, task.think, rate, seconds, context)
     outcome = simulate(config, profile, workload)
     counted = [record for record in outcome.records if seconds / 2 <= record.arrival < seconds]
     found, stats = summary(counted), outcome.stats
     asked = sum(record.prompt_tokens for record in counted)
+    computed = sum(record.prompt_tokens - record.cached_tokens for record in outcome.records)
+    new = sum(turn.prompt for talk in workload for turn in talk.turns)
     return {name: found[name] for name in SHOWN} | {
         "asked_rate": len(counted) / (seconds / 2),
         "cached_share": found["cached_tokens"] / asked,
         "uncached_tokens": asked - found["cached_tokens"],
+        "recomputed_tokens_whole_run": computed - new,
         "hit_share_whole_run": stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,
         "host_hit_share_whole_run": stats.prefix_hits_on_host / stats.prefix_queries if stats.prefix_queries else 0.0,
         "preemptions": stats.preemptions,
@@ -236,28 +299,46 @@ LATENCY = "mean_normalized_latency_ms"
 SHOWN = ("completed", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "median_itl_ms")
 
 
-def curve(job: tuple[Task, float, Sequence[float], Sequence[str], Context]) -> tuple[Task, list[dict[str, Any]]]:
-    """Run at these rates, or without any at rising ones, up to far beyond the limit, and at some in between."""
-    task, seconds, rates, vary, context = job
-    runs: dict[float, dict[str, Any]] = {}
+class Job(NamedTuple):
+    """A curve to simulate, and its runs that are known."""
+
+    task: Task
+    seconds: float
+    rates: Sequence[float]
+    vary: Sequence[str]
+    context: Context
+    known: Sequence[dict[str, Any]] = ()
+
+
+def curve(job: Job, keep: Callable[[Task, list[dict[str, Any]]], None] | None = None) -> tuple[Task, Any]:
+    """Run at these rates, or without any at rising ones, up to far beyond the limit, and at some in between.
+
+    `keep` gets the runs so far after each run.
+    """
+    task, seconds, rates, vary, context, known = job
+    runs: dict[float, dict[str, Any]] = {run["rate"]: run for run in known}
 
     def latency(rate: float) -> float:
-        began = time.process_time()
-        run = served(task, rate, seconds, vary, context)
-        runs[rate] = {"rate": rate, "seconds": seconds, **run, "cpu_seconds": round(time.process_time() - began, 1)}
-        told = " ".join(f"{run[name]:.3g}" for name in ("asked_rate", LATENCY, "cached_share"))
-        print(f"  {' '.join(map(str, task))}: {rate:.3g}/s {told}", file=sys.stderr, flush=True)
-        return float(run[LATENCY])
+        if rate not in runs:
+            began = time.process_time()
+            run = served(task, rate, seconds, vary, context)
+            runs[rate] = {"rate": rate, "seconds": seconds, **run, "cpu_seconds": round(time.process_time() - began, 1)}
+            told = " ".join(f"{run[name]:.3g}" for name in ("asked_rate", LATENCY, "cached_share"))
+            print(f"  {' '.join(map(str, task))}: {rate:.3g}/s {told}", file=sys.stderr, flush=True)
+            if keep is not None:
+                keep(task, [runs[rate] for rate in sorted(runs)])
+        return float(runs[rate][LATENCY])
 
     for rate in rates:
         latency(rate)
     if rates:
         return task, [runs[rate] for rate in sorted(runs)]
-    rate = LOWEST[task.model]
+    low, rate = LOWEST[task.model] / STEP, LOWEST[task.model]
+    while latency(rate) <= LIMIT:
+        low, rate = rate, rate * STEP
+    high = rate
     while latency(rate) <= 2 * LIMIT:
         rate *= STEP
-    low = max((rate for rate, run in runs.items() if run[LATENCY] <= LIMIT), default=LOWEST[task.model] / STEP)
-    high = min(rate for rate, run in runs.items() if run[LATENCY] > LIMIT)
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
         if latency(middle) <= LIMIT:
@@ -292,31 +373,39 @@ def show(figures: Sequence[int], found: Found) -> list[str]:
             if task not in found:
                 continue
             first = next(of for of in FIGURES[figure] if (of.model, of.dataset) == (task.model, task.dataset))
-            if figure == 15:  # every think time, compared with vLLM at the longest
-                first = task._replace(system="vLLM", think=600.0)
-            gains = [
-                f"{throughput(found[task], limit) / under:.2f}" if under else "-"
-                for limit in LIMITS
-                for under in [throughput(found.get(first, ()), limit)]
-            ]
+            if figure == 15:  # vLLM is stateless: how long users think does not matter to it
+                first = task._replace(system="vLLM", think=60.0)
             stated = PAPER.get((figure, task.model, task.dataset), "") if task.system == "Pensieve" else ""
             reached = f"{throughput(found[task], LIMIT):.2f}"
-            cells = [figure, task.model, task.dataset, f"{task.think:g}", task.system, reached, *gains, stated]
+            cells = [figure, task.model, task.dataset, f"{task.think:g}", task.system, reached]
+            cells += [*gains(found, task, first), stated]
             lines.append(f"| {' | '.join(map(str, cells))} |")
+            key, other = (figure, task.model, task.dataset), task._replace(system="TensorRT-LLM")
+            if task.system == "Pensieve" and key in PAPER_OVER_TENSORRT and other in found:
+                cells = [*key, f"{task.think:g}", "Pensieve over TensorRT-LLM", ""]
+                cells += [*gains(found, task, other), PAPER_OVER_TENSORRT[key]]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
+
+
+def gains(found: Found, task: Task, under: Task) -> list[str]:
+    """The throughput of one curve over that of another at each of LIMITS; a dash where the other has none."""
+    pairs = [(throughput(found[task], limit), throughput(found.get(under, ()), limit)) for limit in LIMITS]
+    return [f"{over / below:.2f}" if below else "-" for over, below in pairs]
 
 
 def show_rates(figures: Sequence[int], found: Found) -> list[str]:
     """A line for each run."""
     lines = [
         "| model | data set | think, s | system | requests/s | ms a token, mean | p90 | TTFT p50 | from the cache | "
-        "conversations left out |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "computed again, tokens | conversations left out |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task in dict.fromkeys(task for figure in figures for task in FIGURES[figure] if task in found):
         for run in found[task]:
             names = ("asked_rate", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "cached_share")
             cells = [f"{run[name]:.3g}" for name in names]
+            cells.append(f"{run['recomputed_tokens_whole_run']:,}" if "recomputed_tokens_whole_run" in run else "")
             cells.append(f"{run.get('left_out_conversations_share', 0.0):.2%}")  # earlier files left none out
             lines.append(f"| {task.model} | {task.dataset} | {task.think:g} | {task.system} | {' | '.join(cells)} |")
     return lines
@@ -355,30 +444,62 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
 
 
 def search_rates(args: argparse.Namespace) -> None:
-    """Run the curves that are missing, and write all of these figures."""
+    """Run the curves that are missing or not complete, and write all of these figures."""
     which = "-".join(f"fig{figure}" for figure in args.figures)
     context = Context(args.context, args.longer)
     named = [] if context == CUT else [f"{context.longer}-{context.longest}"]
     parts = [which, *args.vary, *named, *(["rates"] if args.rates else [])]
     stem = args.out / "-".join(["pensieve-simulated", *parts])
-    kept = stem.with_suffix(".json")
+    kept, earlier = stem.with_suffix(".json"), ""
     found: Found = {}
+    begun: Found = {}
     if kept.exists():
-        found = {Task(**row["task"]): row["runs"] for row in json.loads(kept.read_text())["rows"]}
+        before = json.loads(kept.read_text())
+        commands = [f"{before['command']}, {before['date']}", *before.get("earlier", "").split("; ")]
+        earlier = "; ".join(dict.fromkeys(filter(None, commands)))
+        for row in before["rows"]:
+            (begun if row.get("begun") else found)[Task(**row["task"])] = row["runs"]
     wanted = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)
-    jobs = [task for task in wanted if task.model in args.models and task.system in args.systems]
-    curves = [(task, args.seconds, args.rates, args.vary, context) for task in jobs]
-    with get_context("spawn").Pool(args.processes) as pool:
-        for task, runs in pool.imap_unordered(curve, curves):
-            found[task] = runs
-            kept.write_text(json.dumps(papers.origin(args.out) | {"rows": rows_of(found)}, indent=1) + "\n")
-    papers.save(stem, rows_of(found), (show_rates if args.rates else show)(args.figures, found))
-    plot(args.figures, found, stem.with_suffix(".png"))
+    jobs = [
+        Job(task, args.seconds, args.rates, args.vary, context, begun.get(task, ()))
+        for task in wanted
+        if task.model in args.models
+        and task.system in args.systems
+        and task.dataset in args.datasets
+        and task.think in (args.thinks or [task.think])
+        and (task.dataset == "ShareGPT" or "tail" not in args.vary)
+    ]
+
+    def write() -> None:
+        about = papers.origin(args.out) | ({"earlier": earlier} if earlier else {})
+        kept.write_text(json.dumps(about | {"rows": rows_of(found, begun)}, indent=1) + "\n")
+
+    def keep(task: Task, runs: list[dict[str, Any]]) -> None:
+        begun[task] = runs
+        write()
+
+    def done(task: Task, runs: list[dict[str, Any]]) -> None:
+        found[task] = runs
+        begun.pop(task, None)
+        write()
+
+    if args.processes == 1:
+        for job in jobs:
+            done(*curve(job, keep))
+    else:
+        with get_context("spawn").Pool(args.processes) as pool:
+            for task, runs in pool.imap_unordered(curve, jobs):
+                done(task, runs)
+    show_all = show_rates if args.rates else show
+    papers.save(stem, rows_of(found, begun), show_all(args.figures, found), earlier)
+    if not args.vary:
+        plot(args.figures, found, stem.with_suffix(".png"))
 
 
-def rows_of(found: Found) -> list[dict[str, Any]]:
-    """The curves in a form for JSON."""
-    return [{"task": task._asdict(), "runs": runs} for task, runs in found.items()]
+def rows_of(found: Found, begun: Found) -> list[dict[str, Any]]:
+    """The curves in a form for JSON, those that are not complete last."""
+    rows = [{"task": task._asdict(), "runs": runs} for task, runs in found.items()]
+    return rows + [{"task": task._asdict(), "runs": runs, "begun": True} for task, runs in begun.items()]
 
 
 # ---- fig10, fig14, fig15: eviction orders on a constant model of step times ----------------------------------------
@@ -740,6 +861,8 @@ def main() -> None:
     rates.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS, help="what differs from our set-up")
     rates.add_argument("--models", nargs="+", default=list(LOWEST), choices=LOWEST)
     rates.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    rates.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
+    rates.add_argument("--thinks", nargs="+", type=float, default=[], help="only these think times of Figure 15")
     rates.add_argument(
         "--longer",
         default="cut",

@@ -6,10 +6,11 @@ Run: python -m benchmarks.papers.pensieve_figures history | chunk | latency
 - history (Figure 3): 32 requests with 200 new tokens each, by the size of the conversation's history: seconds of the
   prefill if the history is computed again and if it is kept, and of 200 steps that generate.
 - chunk (Figure 4): time of attention of a chunk of 32 tokens by its context, over that of all other operations.
-- latency (abstract of the thesis): the mean normalized latencies of Pensieve and vLLM at the same requests per second.
-  They come from the runs that `benchmarks.papers.pensieve rates --figures 10 11` has stored.
-- lengths: conversations by number of turns, and by all their tokens, as `workloads.multi_turn` draws them for ShareGPT;
-  with `--sharegpt`, those of the file, too.
+- latency (abstract and §3.6.2 of the thesis): the mean normalized latencies of Pensieve, with both tiers and with the
+  GPU's cache alone, and of vLLM at the same requests per second. They come from the runs that
+  `benchmarks.papers.pensieve rates --figures 10 11` has stored.
+- lengths (3.10 and 3.11): conversations by number of turns, and by all their tokens, as `workloads.multi_turn` draws
+  them for ShareGPT, and with the long tail of `pensieve rates --vary tail`; with `--sharegpt`, those of the file, too.
 
 A profile of OPT-13B on an A100 is derived from data sheets; that of a Llama-3-8B on an H200 was measured.
 """
@@ -25,7 +26,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.lib import papers
-from benchmarks.papers.pensieve import LATENCY, LONGEST, Task
+from benchmarks.papers.pensieve import LATENCY, LONGEST, Task, long_tailed
 from holdfast.lab import workloads
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Workload
@@ -41,8 +42,10 @@ HIGHEST = 200.0
 """Latency in ms a token beyond which a system is past its peak."""
 TURNS = (1, 2, 3, 4, 5, 8, 12, 20, 40)
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, LONGEST)
-STATED = {("turns", 5): 0.36}
-"""Shares that the thesis states (§3.6.2) of conversations with at least this number of turns."""
+STATED = {("turns", 5): 0.36, ("tokens", LONGEST): 0.9943}
+"""Shares that the thesis states (§3.6.1, §3.6.4): of at least this number of turns, and of at most these tokens."""
+GPU_ALONE = {"opt-13b": 0.20, "llama-2-13b-gqa": 0.40}
+"""Largest shares by which the GPU's cache alone lowers the latency before the peak (the thesis, §3.6.2)."""
 
 
 def history() -> list[dict[str, Any]]:
@@ -115,7 +118,8 @@ def at_rate(runs: Sequence[dict[str, Any]], rate: float) -> float | None:
 
 def latency(stored: Path) -> list[dict[str, Any]]:
     """Latencies of Pensieve and vLLM at equal rates, from stored runs."""
-    found = {Task(**row["task"]): row["runs"] for row in json.loads(stored.read_text())["rows"]}
+    complete = [row for row in json.loads(stored.read_text())["rows"] if not row.get("begun")]
+    found = {Task(**row["task"]): row["runs"] for row in complete}
     rows = []
     for task, runs in found.items():
         if task.system != "vLLM":
@@ -124,32 +128,40 @@ def latency(stored: Path) -> list[dict[str, Any]]:
         for share in SHARES:
             under = at_rate(runs, share * most)
             ours = at_rate(found[task._replace(system="Pensieve")], share * most)
+            alone = at_rate(found[task._replace(system="Pensieve (GPU cache)")], share * most)
             if under is not None and ours is not None:
                 rows.append(
                     {"model": task.model, "gpus": task.gpus, "dataset": task.dataset, "rate": share * most}
                     | {"vllm_ms": under, "pensieve_ms": ours, "less": 1 - ours / under}
+                    | ({} if alone is None else {"gpu_ms": alone, "gpu_less": 1 - alone / under})
                 )
     return rows
 
 
 def show_latency(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each rate."""
-    heads = "| model | data set | requests/s | vLLM, ms a token | Pensieve, ms a token | less |"
-    lines = [heads, "|---" * 6 + "|"]
-    lines += [
-        f"| {row['model']} | {row['dataset']} | {row['rate']:.2f} | {row['vllm_ms']:.0f} | {row['pensieve_ms']:.0f} | "
-        f"{row['less']:.0%} |"
-        for row in rows
-    ]
+    heads = ["model", "data set", "requests/s", "vLLM, ms a token", "Pensieve", "less", "GPU cache alone", "less"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [row["model"], row["dataset"], f"{row['rate']:.2f}", f"{row['vllm_ms']:.0f}"]
+        cells += [f"{row['pensieve_ms']:.0f}", f"{row['less']:.0%}"]
+        cells += [f"{row['gpu_ms']:.0f}", f"{row['gpu_less']:.0%}"] if "gpu_ms" in row else ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
     best = [max(row["less"] for row in rows if (row["model"], row["dataset"]) == key)
             for key in dict.fromkeys((row["model"], row["dataset"]) for row in rows)]  # fmt: skip
     told = f"At most {min(best):.0%} to {max(best):.0%} less, by model and data set; the thesis says 40 to 77%."
-    return [*lines, "", told]
+    lines += ["", told]
+    for model, stated in GPU_ALONE.items():
+        of = [row["gpu_less"] for row in rows if row["model"] == model and "gpu_less" in row]
+        told = f"The GPU's cache alone, {model}: at most {max(of):.0%} less; the thesis says up to {stated:.0%}."
+        lines += ["", told] if of else []
+    return lines
 
 
 def lengths(file: Path | None) -> list[dict[str, Any]]:
     """Shares of conversations by least number of turns, and by most tokens in all, for each origin."""
     origins: dict[str, Workload] = {"drawn": workloads.multi_turn(20_000, 60.0, seed=0)}
+    origins["with the long tail"] = long_tailed(20_000, 60.0, seed=0)
     if file is not None:
         origins["the file"] = workloads.sharegpt_json(file)
     rows = []
@@ -174,9 +186,31 @@ def show_lengths(rows: list[dict[str, Any]]) -> list[str]:
         for at in dict.fromkeys(row["at"] for row in rows if row["what"] == what):
             cells = [f"{row['share']:.1%}" for row in rows if (row["what"], row["at"]) == (what, at)]
             stated = STATED.get((what, at))
-            cells.append("" if stated is None else f"{stated:.0%}")
+            cells.append("" if stated is None else f"{100 * stated:.4g}%")
             lines.append(f"| {label.format(at)} | {' | '.join(cells)} |")
     return lines
+
+
+def plot_lengths(rows: list[dict[str, Any]], path: Path) -> None:
+    """Figures 3.10 and 3.11 of the thesis: shares of conversations by turns and by tokens."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    labels = {
+        "turns": ("turns", "share with at least as many"),
+        "tokens": ("tokens in all", "share with at most as many"),
+    }
+    for axis, (what, (x, y)) in zip(axes, labels.items(), strict=True):
+        for origin in dict.fromkeys(row["origin"] for row in rows):
+            of = [row for row in rows if (row["origin"], row["what"]) == (origin, what)]
+            axis.plot([row["at"] for row in of], [row["share"] for row in of], marker="o", label=origin)
+        stated = [(at, share) for (of_what, at), share in STATED.items() if of_what == what]
+        axis.plot(*zip(*stated, strict=True), "kx", markersize=9, label="the thesis")
+        axis.set(xscale="log", xlabel=x, ylabel=y, ylim=(0, 1.05))
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def plot(part: str, rows: list[dict[str, Any]], path: Path) -> None:
@@ -219,6 +253,7 @@ def main() -> None:
             papers.save(stem, rows := latency(args.stored), show_latency(rows))
         case _:
             papers.save(stem, rows := lengths(args.sharegpt), show_lengths(rows))
+            plot_lengths(rows, stem.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.papers.sarathi checks | joining | bubbles | knee [--profiles FILE ...]
      python -m benchmarks.papers.sarathi capacity [--requests 512] [--models ...] [--systems ... [--add]]
-                                         [--processes 2]
+                                         [--processes 2] [--vary NAME ...]
      python -m benchmarks.papers.sarathi ablation
      python -m benchmarks.papers.sarathi vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
 
@@ -27,7 +27,7 @@ import csv
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
@@ -37,11 +37,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lib import papers
+from benchmarks.lib.papers import LAUNCH_SECONDS
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.planning import TOLERANCE, find_capacity
+from holdfast.lab.schedulers import HybridOnly
 from holdfast.lab.simulator.deployment import Deployment, deploy, derive
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
@@ -54,6 +56,8 @@ from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape
 
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
+WITHOUT_BOUND = 1 << 20
+"""Largest number of tokens of a step that none reaches."""
 CEILING = 4096
 """Largest computed budget in tokens, divided among pipeline stages: larger steps are no cheaper and leave bubbles."""
 BUDGETS = {"strict": (512, 1024, 2048), "relaxed": (1536, 2048, 4096)}
@@ -122,8 +126,11 @@ VARIATIONS = papers.VARIATIONS | {
     "slo": "the SLO is 5 and 25 times our own step of 32 decodes at 4k, the paper's rule",
     "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
     "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
+    "together": "ablation: a step of hybrid-only holds all prompts that wait, as Orca's does",
+    "whole": "ablation: hybrid-only is stall-free with a budget of the longest length, as in the authors' script",
 }
-NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Falcon-180B/strict")
+NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Mistral-7B/relaxed", "LLaMA2-70B/strict",
+         "LLaMA2-70B/relaxed", "Falcon-180B/strict", "Falcon-180B/relaxed")  # fmt: skip
 SAME_SET_UP = ("setting", "vary", "lengths", "requests", "seed")
 """Keys in which a later row must agree with an earlier one to replace it."""
 
@@ -221,12 +228,25 @@ def show_bubbles(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: float, seed: int) -> dict[str, Any]:
+def hybrid_without_bound(shape: EngineShape) -> Policy:
+    """The policy `hybrid-only` whose steps hold any number of tokens."""
+    return HybridOnly(WITHOUT_BOUND)
+
+
+def served(
+    deployment: Deployment,
+    config: EngineConfig,
+    work: Workload,
+    rate: float,
+    seed: int,
+    make_policy: Callable[[EngineShape], Policy] | None = None,
+) -> dict[str, Any]:
     """The figures of one simulated run."""
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
     arriving = workloads.gamma_arrivals(work, rate, seed)
-    return summary(simulate(config, profile, arriving, pipeline=deployment.pipeline).records)
+    outcome = simulate(config, profile, arriving, pipeline=deployment.pipeline, make_policy=make_policy)
+    return summary(outcome.records)
 
 
 class Search(NamedTuple):
@@ -265,8 +285,10 @@ def capacity_of(search: Search) -> tuple[Search, float]:
     return search, found
 
 
-def capacity(names: Iterable[str], systems: Sequence[str], count: int, processes: int) -> list[dict[str, Any]]:
-    """Figures 9 and 10, with budgets computed from the SLO and the best fixed one."""
+def capacity(
+    names: Iterable[str], systems: Sequence[str], count: int, processes: int, vary: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Figures 9 and 10, with budgets computed from the SLO and the best fixed one; varied if `vary` names anything."""
     searches = []
     for dataset in (SHAREGPT, ARXIV):
         for name in names:
@@ -276,7 +298,7 @@ def capacity(names: Iterable[str], systems: Sequence[str], count: int, processes
                     wanted += [f"fixed-{budget}" for budget in BUDGETS[slo]]
                 elif "sarathi" in systems:
                     wanted.append(f"fixed-{SETTINGS[name].budget(slo)}")
-                searches += [Search(name, dataset, slo, system, count, 0.02) for system in wanted]
+                searches += [Search(name, dataset, slo, system, count, 0.02, vary) for system in wanted]
     with get_context("spawn").Pool(processes) as pool:
         found = dict(pool.imap_unordered(capacity_of, searches))
     rows = []
@@ -345,7 +367,11 @@ def ablation(vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = N
         common |= {"prefix_sharing": False, "token_budget": 512 if "rate" in vary else 1024}
 
         def at(rate: float, scheduler: Any, common: Any = common, work: Workload = work) -> tuple[float, float]:
-            figures = served(deployment, EngineConfig(**common, scheduler=scheduler), work, rate, seed)
+            options = common | {"scheduler": scheduler}
+            if "whole" in vary and scheduler == "hybrid-only":
+                options |= {"scheduler": "stall-free", "token_budget": common["max_model_len"]}
+            unbounded = hybrid_without_bound if "together" in vary and scheduler == "hybrid-only" else None
+            figures = served(deployment, EngineConfig(**options), work, rate, seed, unbounded)
             return figures["median_ttft_ms"] / 1000, figures["p99_itl_ms"] / 1000
 
         low, high = 0.05, 4.0
@@ -379,7 +405,7 @@ def show_ablation(found: dict[str, Any]) -> list[str]:
 
 def vary(args: argparse.Namespace) -> None:
     """Add the varied rows that are asked for to those of earlier calls, and show them all."""
-    stem, about, varied = papers.RESULTS / "sarathi-varied", papers.origin(args.lengths), tuple(args.vary)
+    stem, about, varied = args.out / "sarathi-varied", papers.origin(args.lengths, args.out), tuple(args.vary)
     kept = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
     kept = {"capacity": [], "ablation": []} | kept
     for seed in args.seeds:
@@ -457,34 +483,57 @@ def origin_of(lengths: Path | None) -> str:
     return "authors'" if lengths else "fitted"
 
 
+MEASURED = "mistral-7b-v0.3"
+"""A model with a measured profile."""
+
+
 def joining() -> list[dict[str, Any]]:
-    """Figure 8: a decode step alone, with a whole prompt, and with a chunk that fills the budget."""
+    """Figure 8: a decode step alone, with a whole prompt, and with a chunk that fills the budget.
+
+    Each is computed as derived, and with the host's time to launch the layers as the authors recorded it. The last
+    model's steps were measured, on an H200.
+    """
     rows = []
-    layouts = (("mistral-7b", {**A100S}, 256), ("llama-2-70b", {**A100S, "tp": 4, "link": "pcie4"}, 512))
+    layouts: tuple[tuple[str, dict[str, Any], int], ...] = (
+        ("mistral-7b", {**A100S}, 256),
+        ("llama-2-70b", {**A100S, "tp": 4, "link": "pcie4"}, 512),
+        (MEASURED, {"device": "h200"}, 256),
+    )
     for model, layout, budget in layouts:
         cost = deploy(model, **layout).profile.cost
+        launched = papers.deployed(model, ("launch",), **layout).profile.cost
         for batch in (8, 16, 32, 64):
             for context in (1024, 2048, 4096):
                 decodes = [(1, context)] * batch
                 alone = cost.step(decodes)
                 whole, chunk = (cost.step([*decodes, (size, context)]) for size in (context, budget - batch))
+                slow = launched.step(decodes)
+                late, later = (launched.step([*decodes, (size, context)]) for size in (context, budget - batch))
                 rows.append(
                     {"model": model, "batch": batch, "context": context, "budget": budget, "alone": alone}
                     | {"whole": whole / alone, "chunked": chunk / alone}
+                    | {"launched_alone": slow, "launched_whole": late / slow, "launched_chunked": later / slow}
                 )
     return rows
 
 
 def show_joining(rows: list[dict[str, Any]]) -> list[str]:
     """Times of a decode step that a prompt joins, divided by the step alone."""
-    lines = ["| model | batch | context | decodes alone, ms | + whole prompt | + chunk |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {row['model']} | {row['batch']} | {row['context']} | {row['alone'] * 1e3:.1f} | {row['whole']:.1f}x | "
-        f"{row['chunked']:.2f}x |"
-        for row in rows
-    ]
-    worst = max(row["whole"] for row in rows)
-    return [*lines, f"\nAt most {worst:.1f} times with a whole prompt; the paper says up to 28.3 (prompt not stated)."]
+    heads = (
+        "| model | batch | context | decodes alone, ms | + whole prompt | + chunk | the same, launched layer by layer |"
+    )
+    lines = [heads, "|---" * 7 + "|"]
+    for row in rows:
+        cells = [row["model"], row["batch"], row["context"], f"{row['alone'] * 1e3:.1f}", f"{row['whole']:.1f}x"]
+        late = f"{row['launched_alone'] * 1e3:.1f} ms, {row['launched_whole']:.1f}x, {row['launched_chunked']:.2f}x"
+        cells += [f"{row['chunked']:.2f}x", "measured" if row["model"] == MEASURED else late]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    derived = [row for row in rows if row["model"] != MEASURED]
+    worst, late = (max(row[name] for row in derived) for name in ("whole", "launched_whole"))
+    told = f"At most {worst:.1f} times with a whole prompt, and {late:.1f} if no step is shorter than its launches; "
+    lines += ["", f"{told}the paper says up to 28.3, and not for which prompt."]
+    whole, chunked = (max(row[name] for row in rows if row["model"] == MEASURED) for name in ("whole", "chunked"))
+    return [*lines, "", f"{MEASURED} on an H200, measured: at most {whole:.1f} times, and {chunked:.2f} with a chunk."]
 
 
 DEGREES = (1, 2, 4, 8)
@@ -494,13 +543,25 @@ SLOPE = (2048, 4096)
 """Range of tokens in which the time of a step grows in proportion."""
 KNEES = {1: "200 in theory", 8: "500 to 600 at higher degrees"}
 """Token counts from which linear layers are bound by arithmetic, according to the paper (footnote 2)."""
+LAYER_RECORDS = {  # ms of the four products of a layer of Llama-2-70B on A100s by degree, at each of KNEE_TOKENS
+    1: (1.072, 1.120, 1.125, 1.297, 2.117, 3.058, 3.910, 5.947, 8.128, 14.585, 29.599),
+    2: (0.529, 0.571, 0.593, 0.734, 1.058, 1.516, 2.017, 3.015, 4.135, 7.520, 14.716),
+    4: (0.284, 0.301, 0.307, 0.383, 0.588, 0.724, 1.038, 1.476, 2.115, 3.772, 7.309),
+    8: (0.152, 0.160, 0.166, 0.204, 0.336, 0.401, 0.583, 0.739, 1.012, 1.986, 3.731),
+}
+"""Medians that Vidur publishes (github.com/microsoft/vidur at 7d47513: data/profiling/compute/a100/meta-llama/
+Llama-2-70b-hf/mlp.csv: attn_pre_proj, attn_post_proj, mlp_up_proj and mlp_down_proj), without launches."""
+LEVEL = 1.5
+"""A step counts as flat while it takes at most this many times the step of one token."""
 
 
 def knee(profiles: Sequence[Path]) -> list[dict[str, Any]]:
     """Figure 7: time of the linear layers by tokens and degree, and the tokens from which it grows in proportion.
 
-    That is where the time of one token meets the line through the times of 2,048 and 4,096. Derived for LLaMA2-70B on
-    A100s, with and without the all-reduces of a layer. Then follow the measured profiles.
+    That is where the time of one token meets the line through the times of 2,048 and 4,096; and the most tokens of a
+    step that takes at most LEVEL times as long as one token. Derived for LLaMA2-70B on A100s, with and without the
+    all-reduces of a layer. Then follow what Vidur recorded of the products, alone and with the time in which a host
+    launches a layer as the least, and the measured profiles.
     """
     shape, device, free = MODELS["llama-2-70b"], DEVICES["a100-80gb"], Link("none", inf, 0.0)
     costs: list[tuple[str, int, CostModel]] = []
@@ -510,25 +571,44 @@ def knee(profiles: Sequence[Path]) -> list[dict[str, Any]]:
     for path in profiles:
         profile = CostProfile.load(path)
         costs.append((f"{profile.cost.model} on {profile.cost.device}, measured", profile.tp, profile.cost))
+    curves = [(what, tp, {at: 1e3 * cost.linear(at) for at in KNEE_TOKENS}) for what, tp, cost in costs]
+    for least, how in ((0.0, "recorded by Vidur"), (LAUNCH_SECONDS, "recorded by Vidur, launched layer by layer")):
+        for tp, layer in LAYER_RECORDS.items():
+            of = {at: shape.layers * max(ms, 1e3 * least) for at, ms in zip(KNEE_TOKENS, layer, strict=True)}
+            curves.append((f"llama-2-70b on a100-80gb, products {how}", tp, of))
     rows = []
-    for what, tp, cost in costs:
-        (low, high), (first, then) = SLOPE, map(cost.linear, SLOPE)
+    for what, tp, ms in curves:
+        (low, high), (first, then) = SLOPE, (ms[at] for at in SLOPE)
         slope = (then - first) / (high - low)
-        flat, grows = cost.linear(1), (first - slope * low, slope)
+        flat, grows = ms[1], (first - slope * low, slope)
         rows.append(
-            {"what": what, "tp": tp, "ms": {at: 1e3 * cost.linear(at) for at in KNEE_TOKENS}}
+            {"what": what, "tp": tp, "ms": ms, "level": level_until(ms)}
             | {"knee": max(0.0, (flat - grows[0]) / grows[1]), "paper": KNEES.get(tp, "")}
         )
     return rows
 
 
+def level_until(ms: dict[int, float]) -> float:
+    """The tokens at which a step takes LEVEL times as long as one of one token, between the given ones."""
+    limit, before = LEVEL * ms[1], 1
+    for at, took in ms.items():
+        if took > limit:
+            return before + (at - before) * (limit - ms[before]) / (took - ms[before])
+        before = at
+    return before
+
+
 def show_knee(rows: list[dict[str, Any]]) -> list[str]:
     """Times by tokens, and the knee next to the paper's."""
-    heads = ["linear layers of", "TP", *(f"{at:,}" for at in KNEE_TOKENS), "knee, tokens", "the paper"]
+    heads = ["linear layers of", "TP", *(f"{at:,}" for at in KNEE_TOKENS), "knee, tokens", f"{LEVEL:g} times one token"]
+    heads.append("the paper")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         times = [f"{row['ms'][at]:.2f}" for at in KNEE_TOKENS]
-        lines.append(f"| {row['what']} | {row['tp']} | {' | '.join(times)} | {row['knee']:.0f} | {row['paper']} |")
+        lines.append(
+            f"| {row['what']} | {row['tp']} | {' | '.join(times)} | {row['knee']:.0f} | {row['level']:.0f} | "
+            f"{row['paper']} |"
+        )
     return lines
 
 
@@ -612,6 +692,8 @@ def checks() -> list[dict[str, Any]]:
          "ours": mistral.step([(257, 257)]) / mistral.step([(256, 256)])},
         {"what": "Mistral-7B, linear layers of 128 over 1 token (Figure 5: nearly the same)", "paper": 1.0,
          "ours": mistral.linear(128) / mistral.linear(1)},
+        {"what": "Mistral-7B's layers, products of 128 over 1 token (Vidur, of the same shape)", "paper": 0.377 / 0.276,
+         "ours": mistral.linear(128) / mistral.linear(1)},
         {"what": "Yi-34B, step of 1,024 tokens, chunk at 8k (Table 4, P99 TBT), s", "paper": 0.29,
          "ours": yi.step([(1000, 8192)] + [(1, 2500)] * 24)},
         {"what": "Yi-34B, step of 1,024 tokens, chunk at 16k (Table 4, P99 TBT), s", "paper": 0.35,
@@ -684,12 +766,14 @@ def main() -> None:
         case "ablation":
             papers.save(stem, found := ablation(), show_ablation(found))
         case "capacity":
-            rows, earlier = capacity(args.models, args.systems, args.requests, args.processes), ""
+            rows, earlier = capacity(args.models, args.systems, args.requests, args.processes, tuple(args.vary)), ""
+            stem = stem.with_name("-".join([stem.name, *args.vary]))
             if args.add:
                 before = json.loads(stem.with_suffix(".json").read_text())
                 rows, earlier = merged(before["rows"], rows), f"{before['command']}, {before['date']}"
             papers.save(stem, rows, show_capacity(rows), earlier)
-            plot_capacity(rows, stem.with_suffix(".png"))
+            if not args.vary:
+                plot_capacity(rows, stem.with_suffix(".png"))
         case _:
             vary(args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers import pensieve_figures, sarathi_figures
+from benchmarks.papers import pensieve_figures, pensieve_served, sarathi, sarathi_figures
 from benchmarks.papers.pensieve import CUT, LATENCY, MANY_TURNS, chosen_share, steady
 
 
@@ -43,3 +43,47 @@ def test_conversations_of_many_turns_arrive_at_the_rate_of_requests_that_is_aske
     found, _ = steady(MANY_TURNS, 10.0, 4.0, 400.0, CUT)
     asked = sum(len(talk.turns) for talk in found)
     assert asked == pytest.approx(4.0 * 400.0, rel=0.15)
+
+
+def test_launches_move_the_knee_of_recorded_products_up_with_the_degree() -> None:
+    rows = {(row["what"], row["tp"]): row for row in sarathi.knee(())}
+    (alone,) = {what for what, _ in rows if what.endswith("recorded by Vidur")}
+    (launched,) = {what for what, _ in rows if what.endswith("layer by layer")}
+    assert rows[alone, 1]["knee"] == rows[launched, 1]["knee"]  # a layer of one device takes longer than its launch
+    assert rows[alone, 8]["knee"] < 100 and 500 < rows[launched, 8]["knee"] < 700
+    knees = [rows[launched, tp]["level"] for tp in sarathi.DEGREES]
+    assert knees == sorted(knees)
+
+
+def test_a_level_ends_between_the_points_around_its_limit() -> None:
+    assert sarathi.level_until({1: 10.0, 100: 14.0, 200: 18.0}) == pytest.approx(125.0)
+    assert sarathi.level_until({1: 10.0, 100: 14.0}) == 100
+
+
+def test_operators_of_a_step_add_up_to_its_cost() -> None:
+    segments = [(512, 1024), (1, 2048)]
+    found = sarathi_figures.by_operator("yi-34b", {"tp": 2}, segments)
+    assert sum(found.values()) == pytest.approx(sarathi.deployed("Yi-34B").profile.cost.step(segments))
+    assert min(found.values()) > 0
+
+
+def test_smaller_chunks_cost_more_and_reductions_the_most() -> None:
+    rows = [row for row in sarathi_figures.chunks() if "recorded" in row and row["prompt"] == 8191]
+    totals = [row["over"]["total"] for row in rows]
+    assert [row["chunk"] for row in rows] == [512, 1024, 2048] and totals == sorted(totals, reverse=True)
+    assert all(row["over"]["all-reduce"] > row["over"]["linear"] >= 1 for row in rows)
+
+
+def test_a_whole_prompt_beside_decodes_weighs_less_if_launches_make_them_slow() -> None:
+    rows = sarathi.joining()
+    assert max(row["launched_whole"] for row in rows) < 28.3 < max(row["whole"] for row in rows)
+
+
+def test_phases_follow_one_another_with_their_own_rates_and_count_their_ends() -> None:
+    talks = pensieve_served.arriving([2.0, 8.0], 100.0, 2.0, seed=0)
+    early = [talk for talk in talks if talk["arrival_s"] <= 100.0]
+    assert len(early) == pytest.approx(200, rel=0.2) and len(talks) - len(early) == pytest.approx(800, rel=0.2)
+    answers = [pensieve_served.Answered(ended - 1.0, ended, 10, 20, 5) for ended in (1.0, 2.0, 2.9, 3.0)]
+    found = pensieve_served.figures(answers, 4.0, 2.0, 3.0)
+    assert (found["requests"], found["req_s"], found["prompt_hit"]) == (2, 2.0, 0.25)
+    assert found["norm_latency_ms_mean"] == pytest.approx(100.0)

@@ -3,6 +3,7 @@
 import pytest
 
 from holdfast.lab.schedulers import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
+from holdfast.lm.scheduler.policies import StallFree
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
@@ -124,6 +125,27 @@ def test_chunked_only_alternates_chunks_and_decodes():
         [("1", 8, 16)],
         [("1", 16, 20)],
     ]
+
+
+FIGURE_4 = {
+    "vLLM": (PrefillFirst(64), ["C whole, D whole", "A, B, C, D", "A, B, C, D"]),
+    "Orca": (Orca(64), ["A, B, C whole, D whole", "A, B, C, D", "A, B, C, D"]),
+    "FasterTransformer": (RequestLevel(64), ["A, B", "A, B", "A, B", "C whole, D whole"]),
+    "Sarathi-Serve": (StallFree(8), ["A, B, C part", "A, B, C part", "A, B, C, D part"]),
+}
+"""Sarathi-Serve, Figure 4: the steps after C and D have arrived, while A and B decode."""
+
+
+@pytest.mark.parametrize(("policy", "timeline"), FIGURE_4.values(), ids=FIGURE_4)
+def test_only_chunks_neither_stall_decodes_nor_keep_prompts_waiting(policy, timeline):
+    planned, _ = steps(policy, 2, 2, joins=[12, 12], max_tokens=4)
+
+    def told(name, start, stop):
+        whole = "whole" if stop - start == 12 else "part"
+        return "ABCD"[int(name)] + ("" if stop - start == 1 else f" {whole}")
+
+    found = [", ".join(told(*span) for span in step) for step in planned[1:]]
+    assert found[: len(timeline)] == timeline
 
 
 @pytest.mark.parametrize("policy", [RequestLevel, Orca, PrefillFirst, HybridOnly, ChunkedOnly, lambda n: Unified(n, 1)])

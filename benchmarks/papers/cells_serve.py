@@ -5,7 +5,7 @@ Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  
      python -m benchmarks.papers.cells_serve measure --device cpu --hidden 256 --vocabulary 2000 --out DIR
      python -m benchmarks.papers.cells_serve measure --device cuda:0 cuda:1 --only seq2seq --out DIR
      python -m benchmarks.papers.cells_serve show --out DIR  # the table and DIR/cells-serve.png
-     python -m benchmarks.papers.cells_serve peaks --device cuda:0 --only equal-lstm tree --out DIR  # some 60 s on a GPU
+     python -m benchmarks.papers.cells_serve peaks --device cuda:0 --only tree --out DIR  # a minute on a GPU
 
 Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (benchmarks/lib/cells/workloads.py);
 Seq2Seq decodes as many words as its sentence has. `equal-lstm` and `equal-tree` have sentences of 24 and complete trees

@@ -1,8 +1,9 @@
 """The executor of cells for CUDA: graphs for each type and size, which find their tasks by a cursor on the device.
 
 `submit` writes the words of a round's tasks into a pinned ring, copies them with one copy to the same place of a ring
-on the device, and replays a graph for each task, or for each run of tasks of one size. It waits for nothing. The last kernel of a task adds 1 to a counter in
-pinned memory, which `collect` polls (BatchMaker, section 2.5). By then the returned outputs are in a pinned ring.
+on the device, and replays a graph for each task, or for each run of tasks of one size. It waits for nothing. The last
+kernel of a task adds 1 to a counter in pinned memory, which `collect` polls (BatchMaker, section 2.5). By then the
+returned outputs are in a pinned ring.
 """
 
 from __future__ import annotations

@@ -83,7 +83,18 @@ class CellGraph:
     Given arrays are not copied: do not change them later.
     """
 
-    __slots__ = ("_cells", "_chains", "_common", "_noted", "blocks", "constants", "nodes", "results", "rows")
+    __slots__ = (
+        "_cells",
+        "_chains",
+        "_common",
+        "_noted",
+        "blocks",
+        "chains_stop",
+        "constants",
+        "nodes",
+        "results",
+        "rows",
+    )
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -95,6 +106,8 @@ class CellGraph:
         """For each result: its name, its output, and its nodes."""
         self.constants: dict[str, np.ndarray] = {}
         """Results that are known without running any node, by name."""
+        self.chains_stop = False
+        """Whether any chain may end early."""
         self._noted = 0
         """Number of blocks whose cells are in `_cells`. Only graphs with edges need these, so `_read` adds the rest."""
         self._cells: set[Cell] | None = None
@@ -153,6 +166,7 @@ class CellGraph:
             self._read(block, inputs)
         if chain:
             self._chains.append(block)
+            self.chains_stop |= stop is not None
         self.rows += rows
         self.blocks.append(block)
         self.nodes = first + count

@@ -84,6 +84,8 @@ class Splitter:
         that lead to them have equally many changes of type.
         """
         types, inputs, outputs = self._types, self._input, self.outputs
+        if all(graph.rows == 1 for graph in graphs):
+            return self._split_chains(graphs)
         counts: list[int] = []  # for each graph: rows, nodes
         blocks: list[int] = []  # for each block: type, rows, nodes of each row
         columns: list[np.ndarray] = []
@@ -117,6 +119,14 @@ class Splitter:
                 np.array(reads, np.intp).reshape(-1, 3),
             )
         )
+
+    def _split_chains(self, graphs: Sequence[CellGraph]) -> Partition:
+        """The Partition of graphs of one row each, which have no edges."""
+        rows = np.arange(len(graphs))
+        types = np.array([self._types[graph.blocks[0].cell] for graph in graphs], np.intp)
+        steps = np.array([graph.nodes for graph in graphs], np.intp)
+        none = np.zeros(0, np.intp)
+        return Partition(rows, types, steps, rows, none, none, none.reshape(0, 4))
 
 
 @compiled

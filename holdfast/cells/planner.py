@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,6 +41,7 @@ CAPACITY = 16384
 MOST_WORKERS = 62
 """Largest number of workers. A row's `copies` has one bit for each worker."""
 NO_STOPS = np.zeros(0, np.bool_)
+NO_CHAINS = np.zeros((0, 3), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,12 @@ class CellPlanner:
             _Kind(number, first_of[number], some, layout)
             for number, some in enumerate(sizes_by_type(self.types, sizes))
         ]
+        self._held = {
+            (cell, output): (number, self._kinds[number].position[output])
+            for cell, number in self.types.items()
+            for output in cell.returned
+        }
+        """The type of each cell and the position of each of its returned outputs in the type's ranges."""
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas(layout)
         self._workers, self._max_tasks, self._capacity = workers, max_tasks, capacity
@@ -265,31 +273,29 @@ class CellPlanner:
 
     def _places_of(self, graph: CellGraph) -> list[_Result]:
         """The results of a graph and their places. Raises ValueError for cells and results that do not fit."""
-        named = self._splitter.check(graph)
-        types, kinds, blocks = self.types, self._kinds, graph.blocks
-        if len(blocks) == 1:
-            number, chain = types[blocks[0].cell], NOBODY if blocks[0].stop is None else 0
-            position = kinds[number].position
-            return [
-                (name, [_Place(number, position[output], begin, end, chain) for _, begin, end in parts])
-                for name, output, parts in named
-            ]
-        of_block: list[tuple[int, int, int]] = []  # for each block: its type, nodes of the type before it, its chain
-        before = [0] * len(kinds)
+        blocks, named = graph.blocks, graph.results
+        if len(blocks) == 1 and len(named) == 1:
+            block, (name, output, nodes) = blocks[0], named[0]
+            found = self._held.get((block.cell, output))
+            if found is not None and isinstance(nodes, range) and nodes == range(block.count):
+                return [(name, [(*found, 0, block.count, NOBODY if block.stop is None else 0)])]
+        checked = self._splitter.check(graph)
+        of_block: list[tuple[int, int]] = []  # for each block: nodes of its type before it, its chain
+        before = [0] * len(self._kinds)
         row = 0
         for block in blocks:
-            number = types[block.cell]
-            of_block.append((number, before[number], NOBODY if block.stop is None else row))
+            number = self.types[block.cell]
+            of_block.append((before[number], NOBODY if block.stop is None else row))
             before[number] += block.count
             row += block.rows
-        found = []
-        for name, output, parts in named:
+        results = []
+        for name, output, parts in checked:
             places = []
             for at, begin, end in parts:
-                number, offset, chain = of_block[at]
-                places.append(_Place(number, kinds[number].position[output], offset + begin, offset + end, chain))
-            found.append((name, places))
-        return found
+                offset, chain = of_block[at]
+                places.append((*self._held[blocks[at].cell, output], offset + begin, offset + end, chain))
+            results.append((name, places))
+        return results
 
     def _admit(self) -> None:
         """Give rows to waiting requests, first come, first served, while there are enough for a whole graph."""
@@ -337,6 +343,12 @@ class CellPlanner:
         Returns the chains that may stop, for `enter`, and for each graph the number of nodes of each type before it.
         """
         types, kinds = self.types, self._kinds
+        if len(kinds) == 1 and not any(graph.chains_stop for graph in graphs):
+            ends = list(accumulate([graph.nodes for graph in graphs]))
+            batch.offsets = [
+                self._store(kinds[0], ends[-1], [block.values for graph in graphs for block in graph.blocks], batch)
+            ]
+            return NO_CHAINS, [(end,) for end in [0, *ends[:-1]]]
         nodes = [0] * len(kinds)
         values: list[list[list[np.ndarray]]] = [[] for _ in kinds]
         stops: list[tuple[int, int, int]] = []
@@ -352,14 +364,19 @@ class CellPlanner:
                     stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
                     kinds[number].stops = True
                 row += block.rows
-        batch.offsets = [0] * len(kinds)
-        for kind, total, given in zip(kinds, nodes, values, strict=True):
-            if total:
-                batch.offsets[kind.number] = offset = batch.hold(kind.ranges, total)
-                for position in range(len(kind.cell.values)):
-                    items = kind.ranges.items[position][offset : offset + total]
-                    np.concatenate([each[position] for each in given], out=items)
+        batch.offsets = [
+            self._store(kind, total, given, batch) if total else 0
+            for kind, total, given in zip(kinds, nodes, values, strict=True)
+        ]
         return np.array(stops, np.int64).reshape(-1, 3), starts
+
+    def _store(self, kind: _Kind, total: int, values: list[list[np.ndarray]], batch: _Batch) -> int:
+        """Hold a range for `total` nodes of a type, and store their blocks' values there. Returns its offset."""
+        offset = batch.hold(kind.ranges, total)
+        for position in range(len(kind.cell.values)):
+            items = kind.ranges.items[position][offset : offset + total]
+            np.concatenate([each[position] for each in values], out=items)
+        return offset
 
     # Algorithm 1.
 
@@ -476,11 +493,11 @@ class CellPlanner:
 
     def _free(self, requests: list[_Request]) -> None:
         """Free the rows and ranges of requests."""
-        rows = np.concatenate([request.rows for request in requests])
+        rows = np.concatenate([request.batch.rows[request.first : request.end] for request in requests])
         self._table["lost"][rows] = False
         self._numbers.give(rows)
-        for request in requests:
-            request.batch.leave()
+        for batch, count in Counter([request.batch for request in requests]).items():
+            batch.leave(count)
 
 
 def _moves(moved: np.ndarray) -> list[Move]:
@@ -530,7 +547,7 @@ class _Kind:
         """Whether any chain of this type may end early."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Requests that were given rows together. Their ranges are free once all of them have ended."""
 
@@ -549,26 +566,21 @@ class _Batch:
         self.held.append((ranges, offset, length))
         return offset
 
-    def leave(self) -> None:
-        self.left -= 1
+    def leave(self, count: int) -> None:
+        """Count requests that have ended, and free the ranges after the last."""
+        self.left -= count
         if not self.left:
             for ranges, offset, length in self.held:
                 ranges.give(offset, length)
 
 
-class _Place(NamedTuple):
-    """The place of some nodes' results."""
+_Place = tuple[int, int, int, int, int]
+"""The place of some nodes' results: type, position, begin, end, chain.
 
-    kind: int
-    position: int
-    """The position of the output among the values and returned outputs of its type."""
-    begin: int
-    """The first index. It and `end` count the nodes of the type from the request's first."""
-    end: int
-    chain: int
-    """A chain that may have stopped before `end`, as a row of the request, from 0; NOBODY for other nodes."""
-
-
+The position is that of the output among the values and returned outputs of the type. `begin` and `end` count the nodes
+of the type from the request's first. The chain is one that may have stopped before `end`, as a row of the request, from
+0; NOBODY for other nodes.
+"""
 _Result = tuple[str, list[_Place]]
 """A result of a request: its name and places."""
 

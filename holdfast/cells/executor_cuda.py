@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -353,7 +354,7 @@ class CudaExecutor:
         self._signals.done.zero_()
         return made
 
-    def _captured(self, body: Callable[[], None], length: int, pool: tuple[int, int] | None) -> Callable[[], None]:
+    def _captured(self, body: Callable[[], None], length: int, pool: Any) -> Callable[[], None]:
         """A function that runs `length` tasks, one after the other; on a GPU, by a graph."""
 
         def run() -> None:

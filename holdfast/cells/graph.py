@@ -194,7 +194,8 @@ class CellGraph:
         block.columns, block.reads = columns, reads
         found: dict[int, int] = {}
         for name, given in inputs.items():
-            if name not in takes:
+            wanted = takes.get(name)
+            if wanted is None:
                 raise ValueError(f"cell {block.cell.name} has no input {name}; it has {', '.join(block.cell.inputs)}")
             if not isinstance(given, (tuple, list)) or len(given) != 2:
                 raise ValueError(f"input {name} of cell {block.cell.name} must be a pair: nodes, and their output")
@@ -203,7 +204,7 @@ class CellGraph:
             if column is None:
                 column = found[id(nodes)] = len(columns)
                 columns.append(_column(block, name, nodes))
-            if common.get(output) != takes[name]:
+            if common.get(output) != wanted:
                 self._check_output(block, name, output, columns[column])
             reads.append((name, output, column))
         for chain in self._chains:

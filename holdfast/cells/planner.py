@@ -461,7 +461,7 @@ class CellPlanner:
         ):
             request = by_row.pop(first)
             del running[request.id]
-            results = dict(request.constants)
+            results = dict(request.constants) if request.constants else {}
             offsets, starts = request.batch.offsets, request.starts
             for name, places in request.places:
                 found = []

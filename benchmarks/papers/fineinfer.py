@@ -311,6 +311,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
     parser.add_argument("--lengths", nargs="+", default=["256,128", "1024,1024"], help="of overhead: prompt,answer")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="of overhead")
+    parser.add_argument(
+        "--designs", nargs="+", choices=("simple", "nopad"), default=["simple", "nopad"], help="of overhead"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
@@ -337,8 +340,8 @@ def main() -> None:
 
                 lengths = [(int(prompt), int(output)) for prompt, output in (each.split(",") for each in args.lengths)]
                 overhead(
-                    args.out, lengths=lengths, layers=args.layers, tiny=args.tiny, repeats=args.repeats,
-                    limit=args.limit,
+                    args.out, lengths=lengths, layers=args.layers, designs=args.designs, tiny=args.tiny,
+                    repeats=args.repeats, limit=args.limit,
                 )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class HostTimes(Counter[str]):
 
     def watch(self, engine: CellEngine) -> None:
         """Time the parts of an engine from now on."""
-        engine.unfold = self.timed("unfold", engine.unfold)
+        engine.unfold, engine.read = self.timed("unfold", engine.unfold), self.timed("read", engine.read)
         for loop in engine.loops:
             planner, executor = loop.planner, loop.executor
             loop.planner = SimpleNamespace(
@@ -155,6 +155,12 @@ class Locked:
             return self._planner.update(plan, result, now)
 
 
+def read(lock: Any, outputs: Sequence[CellOutput]) -> list[CellOutput]:
+    """The requests that have ended, under the planner's lock."""
+    with lock:
+        return list(outputs)
+
+
 class CellEngine:
     """A planner over executors, one for each device."""
 
@@ -165,6 +171,7 @@ class CellEngine:
             for at, executor in enumerate(executors)
         ]
         self.unfold = unfold
+        self.read = partial(read, lock)
         self._added: list[str] = []
         self.ended = 0
         """Number of requests that have ended."""
@@ -175,8 +182,12 @@ class CellEngine:
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
         outputs = self.loops[worker].step()
-        self.ended += len(outputs or ())
-        return outputs
+        if not outputs:
+            return outputs
+        self.loops[worker].fill()  # as the workers of a server do
+        found = self.read(outputs)
+        self.ended += len(found)
+        return found
 
     def drain(self) -> None:
         for request in self._added:

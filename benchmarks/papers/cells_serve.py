@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import threading
 import time
@@ -166,9 +167,10 @@ class CellEngine:
 
     def __init__(self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph]) -> None:
         lock: Any = threading.Lock() if len(executors) > 1 else nullcontext()
+        workers = [planner.worker(at) for at in range(len(executors))]
         self.loops: list[Loop[Any, Any, Any, Any, Any]] = [
-            Loop(Locked(planner.worker(at), lock), executor, ROUNDS, time.perf_counter)
-            for at, executor in enumerate(executors)
+            Loop(Locked(worker, lock) if len(executors) > 1 else worker, executor, ROUNDS, time.perf_counter)
+            for worker, executor in zip(workers, executors, strict=True)
         ]
         self.unfold = unfold
         self.read = partial(read, lock)
@@ -323,7 +325,7 @@ def serve(
         with lock:
             now = time.perf_counter() - begin
             for _ in range(min(BURST, count - added)):
-                due = arrivals[added] if arrivals is not None else (now if added - ended < clients else np.inf)
+                due = arrivals[added] if arrivals is not None else (now if added - ended < clients else math.inf)
                 if due > now:
                     return float(min(due - now, 1e-3))
                 arrival[added] = due
@@ -338,12 +340,11 @@ def serve(
             wait = add_due()
             outputs = engine.step(worker)
             now = time.perf_counter() - begin
-            for output in outputs or ():
-                at = int(output.request_id)
-                scheduled[at], finished[at] = output.scheduled_at - begin, now
-                if keep:
-                    results[output.request_id] = output.results
             if outputs:
+                at = [int(output.request_id) for output in outputs]
+                scheduled[at], finished[at] = [output.scheduled_at - begin for output in outputs], now
+                if keep:
+                    results.update((output.request_id, output.results) for output in outputs)
                 with lock:
                     ended += len(outputs)
             if now > seconds or ended == count:

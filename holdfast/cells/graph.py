@@ -159,7 +159,10 @@ class CellGraph:
         for name, kind, shape in cell.given:
             if name not in inputs:
                 raise ValueError(f"cell {cell.name} needs the value {name}")
-            values.append(_value(cell, name, inputs.pop(name), kind, (count, *shape)))
+            given, whole = inputs.pop(name), (count, *shape)
+            if type(given) is not np.ndarray or given.dtype is not kind or given.shape != whole:
+                given = _value(cell, name, given, kind, whole)
+            values.append(given)
         first, rows = self.nodes, 1 if chain else count
         block = Block(cell, first, count, values, chain, stop, chain, rows)
         if inputs:

@@ -491,11 +491,11 @@ class CellPlanner:
             requests, self._table["started"][firsts].tolist(), self._table["stopped"][firsts].tolist(), strict=True
         ):
             results = dict(request.constants) if request.constants else {}
-            offsets, starts = request.batch.offsets, request.starts
+            batch, starts = request.batch, request.starts
             for name, places in request.places:
                 found = []
                 for number, position, begin, end, chain in places:
-                    offset = offsets[number] + starts[number]
+                    offset = batch.offsets[number] + starts[number]
                     end = offset + end if chain == NOBODY else self._table["end"].item(request.row(chain))
                     found.append(kinds[number].ranges.items[position][offset + begin : end])
                 # The memory will later hold other results.

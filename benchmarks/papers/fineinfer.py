@@ -122,7 +122,7 @@ class NopadReserving(Orca):
 
 
 class NopadApart(NopadReserving):
-    """The same manager in the engine step of Algorithm 1: prompts in a forward of their own, then all decodes."""
+    """NopadReserving in the engine step of Algorithm 1: prompts have a forward of their own; then all rows decode."""
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget

@@ -33,9 +33,8 @@ from holdfast.cells.cell import Cell
 from holdfast.cells.executor_cuda import CudaExecutor
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.nn import LSTMWeights, lstm_cell
-from holdfast.cells.plan import CellRequest, Returned, Round, Task
-from holdfast.cells.planner import CellPlanner
-from holdfast.cells.workers import CellLoop
+from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round, Task
+from holdfast.cells.planner import CellPlanner, CellStats
 from holdfast.loop.loop import Loop
 
 VOCABULARY = 10_000
@@ -43,6 +42,7 @@ STEPS = 24
 """The mean length of the paper's sentences."""
 KINDS = {"float32": (torch.float32, False), "tf32": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
 """The type of the weights, and whether products may use TF32."""
+CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
 
 
 class NoDevice:
@@ -183,10 +183,7 @@ def run_through(loop: CellLoop, requests: Sequence[CellRequest]) -> tuple[float,
     added = time.perf_counter()
     ended = 0
     while ended < len(requests):
-        outputs = loop.step()
-        if outputs:
-            loop.fill()
-            ended += len(outputs)
+        ended += len(loop.step() or ())
     return added - started, time.perf_counter() - added
 
 

@@ -119,7 +119,7 @@ class HostTimes(Counter[str]):
 
     def watch(self, engine: CellEngine) -> None:
         """Time the parts of an engine from now on."""
-        engine.unfold, engine.read = self.timed("unfold", engine.unfold), self.timed("read", engine.read)
+        engine.unfold = self.timed("unfold", engine.unfold)
         for loop in engine.loops:
             planner, executor = loop.planner, loop.executor
             loop.planner = SimpleNamespace(
@@ -156,12 +156,6 @@ class Locked:
             return self._planner.update(plan, result, now)
 
 
-def read(lock: Any, outputs: Sequence[CellOutput]) -> list[CellOutput]:
-    """The requests that have ended, under the planner's lock."""
-    with lock:
-        return list(outputs)
-
-
 class CellEngine:
     """A planner over executors, one for each device."""
 
@@ -173,7 +167,6 @@ class CellEngine:
             for worker, executor in zip(workers, executors, strict=True)
         ]
         self.unfold = unfold
-        self.read = partial(read, lock)
         self._added: list[str] = []
         self.ended = 0
         """Number of requests that have ended."""
@@ -184,12 +177,8 @@ class CellEngine:
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
         outputs = self.loops[worker].step()
-        if not outputs:
-            return outputs
-        self.loops[worker].fill()  # as the workers of a server do
-        found = self.read(outputs)
-        self.ended += len(found)
-        return found
+        self.ended += len(outputs or ())
+        return outputs
 
     def drain(self) -> None:
         for request in self._added:

@@ -20,11 +20,10 @@ The paper leaves some points open (section 2.4.3). They are decided here as foll
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,35 +64,6 @@ class CellStats:
     """For each type, the number of tasks planned so far, by their number of nodes."""
 
 
-class Ended(Sequence[CellOutput]):
-    """The requests that a round has ended, at least one, in order of arrival.
-
-    Their results are read and their rows are freed when they are first accessed. That takes longer than planning, so
-    the next round can be submitted before. Nothing else may use the planner meanwhile.
-    """
-
-    __slots__ = ("_found", "_read")
-
-    def __init__(self, read: Callable[[], list[CellOutput]]) -> None:
-        self._read: Callable[[], list[CellOutput]] | None = read
-        self._found: list[CellOutput] = []
-
-    def read(self) -> list[CellOutput]:
-        """The requests as a list."""
-        if self._read is not None:
-            self._found, self._read = self._read(), None
-        return self._found
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return len(self.read())
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.read()[at]
-
-
 class SharedPlanner(Protocol):
     """A planner of rounds for several workers."""
 
@@ -103,7 +73,7 @@ class SharedPlanner(Protocol):
 
     def schedule(self, worker: int, now: float) -> Round | None: ...
 
-    def update(self, plan: Round, result: Returned) -> Sequence[CellOutput]: ...
+    def update(self, plan: Round, result: Returned) -> list[CellOutput]: ...
 
     def has_work(self) -> bool: ...
 
@@ -121,7 +91,7 @@ class CellWorker:
         """The next round of this worker. None if nothing can be formed before a round in flight ends."""
         return self._planner.schedule(self._number, now)
 
-    def update(self, plan: Round, result: Returned, now: float) -> Sequence[CellOutput]:
+    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
         """Apply the result of the oldest round in flight. Returns the requests that it ends."""
         return self._planner.update(plan, result)
 
@@ -231,8 +201,8 @@ class CellPlanner:
                 return plan
         return None
 
-    def update(self, plan: Round, result: Returned) -> Sequence[CellOutput]:
-        """Apply the end of a worker's oldest round. Returns the requests that this ends, to be read: see `Ended`."""
+    def update(self, plan: Round, result: Returned) -> list[CellOutput]:
+        """Apply the end of a worker's oldest round. Returns the requests that this ends."""
         kind, sent = self._kinds[plan.type], self._sent[plan.worker].popleft()
         self._completed[plan.worker] += 1
         kind.tasks -= len(sent.ends)
@@ -261,14 +231,10 @@ class CellPlanner:
             sent.last,
             stops,
         )
+        ended = self._finish(firsts) if len(firsts) else []
         if self._retired:
             self._free_retired()
-        if not len(firsts):
-            return ()
-        requests = [self._by_row.pop(first) for first in firsts.tolist()]
-        for request in requests:
-            del self._running[request.id]
-        return Ended(partial(self._finish, firsts, requests))
+        return ended
 
     def requests_of(self, task: Task) -> list[str]:
         """The requests of a task's nodes, in the order of the nodes. Call it before the next `update` or `abort`."""
@@ -481,15 +447,20 @@ class CellPlanner:
 
     # Completion.
 
-    def _finish(self, firsts: np.ndarray, requests: list[_Request]) -> list[CellOutput]:
-        """Read the results of requests that have ended, and free their memory. `firsts` are their first rows."""
+    def _finish(self, firsts: np.ndarray) -> list[CellOutput]:
+        """End the requests that have these first rows."""
         early: list[_Request] = []
         done: list[_Request] = []
         ended = []
-        kinds = self._kinds
-        for request, started, stopped in zip(
-            requests, self._table["started"][firsts].tolist(), self._table["stopped"][firsts].tolist(), strict=True
+        running, by_row, kinds = self._running, self._by_row, self._kinds
+        for first, started, stopped in zip(
+            firsts.tolist(),
+            self._table["started"][firsts].tolist(),
+            self._table["stopped"][firsts].tolist(),
+            strict=True,
         ):
+            request = by_row.pop(first)
+            del running[request.id]
             results = dict(request.constants) if request.constants else {}
             batch, starts = request.batch, request.starts
             for name, places in request.places:

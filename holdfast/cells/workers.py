@@ -21,7 +21,7 @@ from holdfast.loop.loop import Loop
 
 ROUNDS = 2
 """Number of rounds in flight by default."""
-CellLoop = Loop[CellRequest, Round, Returned, Sequence[CellOutput], CellStats]
+CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
 
 
 class Turns(Protocol):
@@ -191,11 +191,7 @@ class Workers:
             while self._ended is None:
                 outputs = worker.loop.step()
                 if outputs:
-                    worker.loop.fill()  # the device goes on while results are read
-                    with self._changed:
-                        found = list(outputs)
-                        self._notify()  # the rows of these requests are free
-                    self._on_outputs(found)
+                    self._on_outputs(outputs)
                 elif outputs is None:
                     self._sleep(worker)
         except Exception as error:
@@ -249,7 +245,7 @@ class _Worker:
             self.paused = pause if pause and self._planner.has_work() else None
             return None if pause else self._planner.schedule(now)
 
-    def update(self, plan: Round, result: Returned, now: float) -> Sequence[CellOutput]:
+    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
         with self._lock:
             outputs = self._planner.update(plan, result, now)
             if len(self._workers._workers) > 1:

@@ -65,8 +65,11 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         """End a request and free its memory at once."""
         self.planner.abort(request_id)
 
-    def fill(self) -> None:
-        """Submit plans until enough are in flight, or until nothing can be planned. `step` begins with this."""
+    def step(self) -> Outputs | None:
+        """Submit plans until enough are in flight, then wait for the oldest step. Returns its outputs.
+
+        Returns None, at once, if nothing is in flight.
+        """
         self._refresh()
         while len(self._plans) < self._steps_in_flight:
             plan = self.planner.schedule(self._clock())
@@ -76,13 +79,6 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
                 observer.planned(plan)
             self.executor.submit(plan)
             self._plans.append(plan)
-
-    def step(self) -> Outputs | None:
-        """Submit plans until enough are in flight, then wait for the oldest step. Returns its outputs.
-
-        Returns None, at once, if nothing is in flight.
-        """
-        self.fill()
         if not self._plans:
             return None
         result = self.executor.collect()

@@ -168,8 +168,6 @@ class History:
         outputs = self.planner.worker(worker).update(plan, self.executor.collect(worker), 0.0)
         if self.oracle:
             assert [output.request_id for output in outputs] == self.oracle.update(worker)
-        while not self.oracle and self.rng.random() < 0.5:  # results may be read after other workers have planned
-            self.schedule(self.rng.randrange(self.workers))
         for output in outputs:
             results = self.recipes.pop(output.request_id).results_expected
             assert output.results.keys() == results.keys()
@@ -196,27 +194,6 @@ def test_plans_are_those_of_algorithm_1_and_results_those_of_an_evaluation(first
         history = History(seed, with_oracle=True)
         history.play(12)
         assert history.watch.submitted
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_results_may_be_read_after_later_rounds_are_planned(seed: int) -> None:
-    History(seed, with_oracle=False).play(12)
-
-
-def test_rows_of_requests_that_have_ended_are_taken_again_only_after_their_results_are_read() -> None:
-    lstm = integer_cell(*LSTM)
-    driver = Driver([lstm], capacity=2)
-    driver.add("a", chain(lstm, 0, 1))
-    driver.add("b", chain(lstm, 50, 1))
-    assert driver.schedule() == [[0]]
-    ended = driver.planner.update(driver.rounds[0].popleft(), driver.executor.collect(0))
-    assert ended
-    driver.planner.abort("a")  # it has ended, so its output comes
-    assert driver.schedule() is None and driver.planner.stats().waiting == 1
-    assert [output.request_id for output in ended] == ["a"]
-    assert [output.request_id for output in ended] == ["a"], "the second reading frees nothing again"
-    assert driver.schedule() == [[50]] and driver.update() == ["b"]
-    check_nothing_is_held(driver.planner)
 
 
 @pytest.mark.slow
@@ -259,7 +236,7 @@ class Driver:
         return [output.request_id for output in self.outputs(worker)]
 
     def outputs(self, worker: int = 0) -> list[CellOutput]:
-        return list(self.planner.update(self.rounds[worker].popleft(), self.executor.collect(worker)))
+        return self.planner.update(self.rounds[worker].popleft(), self.executor.collect(worker))
 
 
 def chain(cell: Cell, first: int, steps: int, **more: object) -> CellGraph:

@@ -60,17 +60,6 @@ def test_two_steps_in_flight_plan_one_ahead():
     ]
 
 
-def test_filling_submits_what_the_next_step_would():
-    loop, device = create_loop(2, *create_requests(5, max_tokens=4))
-    loop.step()
-    loop.fill()
-    assert device.calls == [("submit", 0), ("submit", 1), ("collect", 0), ("submit", 2)]
-    loop.fill()
-    assert len(device.calls) == 4, "enough are in flight"
-    loop.step()
-    assert device.calls[4:] == [("collect", 1)]
-
-
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 5])
 def test_steps_in_flight_do_not_change_the_tokens(steps_in_flight):
     requests = create_requests(5, 17, 30, (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7), max_tokens=20)

@@ -18,7 +18,7 @@ from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round, Task
 from holdfast.core.cell_cost import CellCost
 from holdfast.loop.contracts import Planner
 
-CellLoopPlanner = Planner[CellRequest, Round, Returned, Sequence[CellOutput], Any]
+CellLoopPlanner = Planner[CellRequest, Round, Returned, list[CellOutput], Any]
 
 
 class ManyWorkers(Protocol):

@@ -30,7 +30,7 @@ import math
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -102,8 +102,11 @@ class Engine(Protocol):
         """End all requests."""
 
 
-class HostTimes(Counter[str]):
+class HostTimes(defaultdict[str, float]):
     """The host's seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """A function that calls `call` and adds its time to `name`."""

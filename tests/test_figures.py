@@ -228,6 +228,23 @@ def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
     assert numbers(cells[2]) == pytest.approx([ours / max(peaks.values())], abs=0.006)
 
 
+def test_peaks_of_cells_bound_by_the_host_are_the_medians_of_their_file() -> None:
+    text = RESULTS["2026-11-29-cells-peaks-h200.txt"].read_text()
+    for begin, model, other in (
+        ("equal lengths of 24, over", "equal-lstm", r"of the ideal (\d+) "),
+        ("WMT-like lengths, LSTM up to 512 |", "lstm", r"cuDNN padded, width 10 +(\d+) /s"),
+        ("trees, TreeLSTM up to 512 |", "tree", r"by depth, 512 +(\d+) /s"),
+    ):
+        (part,) = re.findall(rf"^{model} on 1 devices.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+        ours, theirs = (int(re.findall(each, part)[0]) for each in (r"cellular, 512 +(\d+) /s", other))
+        cells = row(begin)
+        assert numbers(cells[1]) == [ours, theirs]
+        assert numbers(cells[2]) == pytest.approx([ours / theirs], abs=0.006)
+        parts = dict(re.findall(r"(\w+) ([\d.]+)", re.findall("us a request: (.*)", part)[0]))
+        names = ("unfold", "add", "schedule", "submit", "collect", "update")
+        assert numbers(cells[3]) == pytest.approx([float(parts[name]) for name in names], abs=0.051)
+
+
 def test_headline_of_tuning_holds_all_sittings() -> None:
     rates = [read("2026-11-22-tuning-h200.json")["keep"]["tok_s"]]
     for name in ("tuning-beside-NVIDIA-H200.md", "2026-11-23-tuning-beside-batches-h200.md"):

@@ -3,6 +3,7 @@
 Run: python -m benchmarks.papers.baton simulate target-1        # the paper's A6000; minutes
      python -m benchmarks.papers.baton simulate target-2        # the paper's RTX 4090; seconds
      python -m benchmarks.papers.baton why                      # each cause of a difference alone; half an hour
+     python -m benchmarks.papers.baton orders                   # Table 2 over orders of the same queries; minutes
      python -m benchmarks.papers.baton run target-1             # Llama-2-7B's shape, lengths / 16, here
      python -m benchmarks.papers.baton run target-2             # full size, here
      python -m benchmarks.papers.baton run preempt scale        # §4.3, which the paper leaves for later
@@ -25,10 +26,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.lib import paper_workloads
@@ -194,9 +197,16 @@ def options_of(method: Method, batch: int, count: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def simulated(target: str, name: str, batch: int, device: str, cause: Cause = CAUSES["as is"]) -> Ran:
-    """One method on one derived device. Steps are run one at a time, as the paper's loop does."""
+def simulated(
+    target: str, name: str, batch: int, device: str, cause: Cause = CAUSES["as is"], order: int | None = None
+) -> Ran:
+    """One method on one derived device. Steps are run one at a time, as the paper's loop does.
+
+    `order` is the seed by which the queries are shuffled; None leaves them as they are drawn.
+    """
     method, work = METHODS[name], workload_of(target, batch, cause.words, cause.seed)
+    if order is not None:
+        work = random.Random(order).sample(work, len(work))
     deployed = deploy(MODEL, device).profile
     profile, shape, card = replace(deployed, cache_tokens=ALWAYS_ROOM), MODELS[MODEL], DEVICES[device]
     kept = int(cause.fills * (card.memory - shape.weight_bytes) / shape.token_bytes)
@@ -384,6 +394,41 @@ def why(out: Path, names: Sequence[str]) -> None:
         save(out / "baton-why-simulated", rows, lines)
 
 
+ORDERED = ("as is", "joining")
+"""Causes under which the orders of Table 2 are run."""
+
+
+def orders(out: Path, count: int) -> None:
+    """Table 2 over `count` orders of the same queries: medians, and the lowest and the highest."""
+    rows: list[dict[str, Any]] = []
+    lines = [
+        f"Target-2 as drawn, and in {count} random orders of the same queries: seconds off the paper's, and steps.",
+        "",
+        "| what differs | batch | method | as drawn | median | lowest to highest | steps as drawn | median | range |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cause in ORDERED:
+        for batch in BATCHES["target-2"]:
+            for name in ("run-to-completion", "shaping, literal"):
+                paper = paper_seconds("target-2", batch, name)
+                assert paper is not None
+                ran = [
+                    simulated("target-2", name, batch, DEVICE_OF["target-2"], CAUSES[cause], order)
+                    for order in (None, *range(count))
+                ]
+                off = [each.seconds / paper - 1 for each in ran]
+                steps = [each.steps for each in ran]
+                lines.append(
+                    f"| {CAUSES[cause].about} | {batch} | {name} | {off[0]:+.0%} | {median(off[1:]):+.0%} | "
+                    f"{min(off[1:]):+.0%} to {max(off[1:]):+.0%} | {steps[0]} | {median(steps[1:]):.0f} | "
+                    f"{min(steps[1:])} to {max(steps[1:])} |"
+                )
+                print(lines[-1], flush=True)
+                seconds = [round(each.seconds, 2) for each in ran]
+                rows.append(dict(cause=cause, batch=batch, method=name, seconds=seconds, steps=steps))
+    save(out / "baton-orders-simulated", rows, lines)
+
+
 def paper_seconds(target: str, batch: int, name: str) -> float | None:
     """The paper's figure of a method, if it has one. Its shaping is the literal one."""
     if name == "shaping":
@@ -413,10 +458,14 @@ def main() -> None:
             each.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     reasons = kinds.add_parser("why", help="simulate each cause that may explain a difference, one at a time")
     reasons.add_argument("--causes", nargs="+", choices=CAUSES, default=list(CAUSES))
+    shuffled = kinds.add_parser("orders", help="simulate Table 2 over orders of the same queries")
+    shuffled.add_argument("--count", type=int, default=41)
     kinds.add_parser("draw", help="the figures of a run").add_argument("file", type=Path, help="its JSON")
     args = parser.parse_args()
     if args.kind == "draw":
         redraw(args.file)
+    elif args.kind == "orders":
+        orders(args.out, args.count)
     elif args.kind == "why":
         why(args.out, args.causes)
     elif args.kind == "simulate":

@@ -5,6 +5,7 @@ Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  
      python -m benchmarks.papers.cells_serve measure --device cpu --hidden 256 --vocabulary 2000 --out DIR
      python -m benchmarks.papers.cells_serve measure --device cuda:0 cuda:1 --only seq2seq --out DIR
      python -m benchmarks.papers.cells_serve show --out DIR  # the table and DIR/cells-serve.png
+     python -m benchmarks.papers.cells_serve peaks --device cuda:0 --only tree --out DIR  # a minute on a GPU
 
 Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (benchmarks/lib/cells/workloads.py);
 Seq2Seq decodes as many words as its sentence has. `equal-lstm` and `equal-tree` have sentences of 24 and complete trees
@@ -25,15 +26,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -57,6 +61,7 @@ from holdfast.cells import nn
 from holdfast.cells.cell import Cell, Output, State, Value
 from holdfast.cells.executor import CpuExecutor
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.measure import round_of_zeros
 from holdfast.cells.plan import CellOutput, CellRequest
 from holdfast.cells.planner import MAX_TASKS, CellPlanner
 from holdfast.cells.workers import ROUNDS, tasks_of_a_round
@@ -97,6 +102,43 @@ class Engine(Protocol):
         """End all requests."""
 
 
+class HostTimes(defaultdict[str, float]):
+    """The host's seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that calls `call` and adds its time to `name`."""
+
+        def run(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self[name] += time.perf_counter() - began
+
+        return run
+
+    def watch(self, engine: CellEngine) -> None:
+        """Time the parts of an engine from now on."""
+        engine.unfold = self.timed("unfold", engine.unfold)
+        for loop in engine.loops:
+            planner, executor = loop.planner, loop.executor
+            loop.planner = SimpleNamespace(
+                add=self.timed("add", planner.add),
+                schedule=self.timed("schedule", planner.schedule),
+                update=self.timed("update", planner.update),
+                abort=planner.abort,
+                has_work=planner.has_work,
+            )
+            loop.executor = SimpleNamespace(
+                submit=self.timed("submit", executor.submit),
+                collect=self.timed("collect", executor.collect),
+                close=executor.close,
+            )
+
+
 class Locked:
     """A worker's planner under a lock that all share."""
 
@@ -122,19 +164,24 @@ class CellEngine:
 
     def __init__(self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph]) -> None:
         lock: Any = threading.Lock() if len(executors) > 1 else nullcontext()
+        workers = [planner.worker(at) for at in range(len(executors))]
         self.loops: list[Loop[Any, Any, Any, Any, Any]] = [
-            Loop(Locked(planner.worker(at), lock), executor, ROUNDS, time.perf_counter)
-            for at, executor in enumerate(executors)
+            Loop(Locked(worker, lock) if len(executors) > 1 else worker, executor, ROUNDS, time.perf_counter)
+            for worker, executor in zip(workers, executors, strict=True)
         ]
-        self._unfold = unfold
+        self.unfold = unfold
         self._added: list[str] = []
+        self.ended = 0
+        """Number of requests that have ended."""
 
     def add(self, request: str, sample: Sample) -> None:
         self._added.append(request)
-        self.loops[0].add(CellRequest(request, self._unfold(sample)))
+        self.loops[0].add(CellRequest(request, self.unfold(sample)))
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
-        return self.loops[worker].step()
+        outputs = self.loops[worker].step()
+        self.ended += len(outputs or ())
+        return outputs
 
     def drain(self) -> None:
         for request in self._added:
@@ -228,6 +275,8 @@ class Model:
     systems: list[System]
     clients: int
     """Number of open requests that keep a system full."""
+    ideal: Callable[[], float] | None = None
+    """Measures the requests a second of a device that runs nothing but full tasks, back to back; None if unknown."""
 
 
 @dataclass
@@ -268,7 +317,7 @@ def serve(
         with lock:
             now = time.perf_counter() - begin
             for _ in range(min(BURST, count - added)):
-                due = arrivals[added] if arrivals is not None else (now if added - ended < clients else np.inf)
+                due = arrivals[added] if arrivals is not None else (now if added - ended < clients else math.inf)
                 if due > now:
                     return float(min(due - now, 1e-3))
                 arrival[added] = due
@@ -283,12 +332,11 @@ def serve(
             wait = add_due()
             outputs = engine.step(worker)
             now = time.perf_counter() - begin
-            for output in outputs or ():
-                at = int(output.request_id)
-                scheduled[at], finished[at] = output.scheduled_at - begin, now
-                if keep:
-                    results[output.request_id] = output.results
             if outputs:
+                at = [int(output.request_id) for output in outputs]
+                scheduled[at], finished[at] = [output.scheduled_at - begin for output in outputs], now
+                if keep:
+                    results.update((output.request_id, output.results) for output in outputs)
                 with lock:
                     ended += len(outputs)
             if now > seconds or ended == count:
@@ -307,11 +355,14 @@ def serve(
     return Probe(Served(arrival[:added], scheduled[:added], finished[:added]), results)
 
 
-def peak_of(system: System, model: Model, run: argparse.Namespace) -> float:
-    """Results a second with enough clients, between the results nearest to a third of the window and to its end."""
-    samples = Endless(model.samples)
+def peak_of(system: System, model: Model, run: argparse.Namespace, engine: Engine | None = None) -> float:
+    """Results a second with enough clients, between the results nearest to a third of the window and to its end.
+
+    `engine` is by default a new one of the system.
+    """
+    samples, engine = Endless(model.samples), engine or system.engine()
     seconds = run.seconds * 1.5
-    served = serve(system.engine(), samples, seconds=seconds, clients=model.clients, workers=len(run.device)).served
+    served = serve(engine, samples, seconds=seconds, clients=model.clients, workers=len(run.device)).served
     finished = np.sort(served.finished[np.isfinite(served.finished)])
     if not len(finished):
         return 0.0
@@ -482,7 +533,16 @@ class Bench:
             width = 10 if name == "lstm" else 24
             for title, bucket in ((f"cuDNN padded, width {width}", width), ("cuDNN packed", None)):
                 systems.append(System(title, partial(CudnnEngine, given, self.run.device[0], 512, bucket), "outside"))
-        return Model(name, samples, systems, self.run.clients or 4096)
+        steps = len(samples[0].tokens)
+
+        def ideal() -> float:
+            most = cell.sizes[-1]
+            plan = round_of_zeros(cell, 0, executors[0].arenas.layout, most)
+            seconds = median(executors[0].timed(plan) for _ in range(21)) / len(plan.tasks)
+            return most / (steps * seconds)
+
+        equal = all(len(sample.tokens) == steps for sample in samples)
+        return Model(name, samples, systems, self.run.clients or 4096, ideal if equal else None)
 
     def seq2seq(self) -> Model:
         w = self.weights
@@ -626,11 +686,8 @@ def compare(model: Model, run: argparse.Namespace) -> dict[str, float]:
 
 def measure(run: argparse.Namespace) -> None:
     """Run every system of every model."""
-    torch.set_num_threads(run.threads)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
+    prepare(run)
     path = run.out / "cells-serve.json"
-    run.out.mkdir(parents=True, exist_ok=True)
     every = json.loads(path.read_text()) if path.exists() else {}
     bench = Bench(run)
     started = time.perf_counter()
@@ -660,6 +717,54 @@ def measure(run: argparse.Namespace) -> None:
         path.write_text(json.dumps(every, indent=1) + "\n")
         del model
         gc.collect()
+
+
+def measure_peaks(run: argparse.Namespace) -> None:
+    """Measure the peaks of every system of every model, and the host's time of a request."""
+    prepare(run)
+    lines: list[dict[str, Any]] = []
+    bench = Bench(run)
+    started = time.perf_counter()
+    for model in bench.models():
+        print(f"{model.name} on {len(run.device)} devices ({time.perf_counter() - started:.0f} s)", flush=True)
+        line: dict[str, Any] = provenance() | dict(model=model.name, devices=len(run.device), clients=model.clients)
+        line["equal"] = compare(model, run)
+        if model.ideal is not None:
+            line["ideal"] = round(model.ideal(), 1)
+        peaks: dict[str, list[float]] = {system.name: [] for system in model.systems}
+        for _ in range(run.repeats):
+            for system in model.systems:
+                peaks[system.name].append(round(peak_of(system, model, run), 1))
+        line["peaks"] = peaks
+        best = max(median(peaks[system.name]) for system in model.systems if system.role != "ours")
+        for system in model.systems:
+            peak = median(peaks[system.name])
+            text = f"  {system.name:24} {peak:9.0f} /s, {peak / best:.2f} of the best other"
+            if model.ideal is not None:
+                text += f", {peak / line['ideal']:.3f} of the ideal {line['ideal']:.0f}"
+            text += f" {peaks[system.name]}, {line['equal'][system.name]:.1%} equal"
+            engine = system.engine()
+            if isinstance(engine, CellEngine):
+                times = HostTimes()
+                times.watch(engine)
+                watched = peak_of(system, model, run, engine)
+                requests = max(1, engine.ended)
+                host = {name: round(seconds / requests * 1e6, 2) for name, seconds in sorted(times.items())}
+                line.setdefault("host_us", {})[system.name] = host | dict(watched_peak=round(watched, 1))
+                text += "\n" + " " * 27 + "us a request: " + ", ".join(f"{name} {us}" for name, us in host.items())
+            print(text, flush=True)
+        lines.append(line)
+        del model
+        gc.collect()
+    (run.out / "cells-peaks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def prepare(run: argparse.Namespace) -> None:
+    """Set up torch, the interpreter and the folder of results."""
+    torch.set_num_threads(run.threads)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
+    run.out.mkdir(parents=True, exist_ok=True)
 
 
 def at_rate(system: Mapping[str, Any], rate: float) -> float | None:
@@ -763,10 +868,11 @@ def show(run: argparse.Namespace) -> None:
 def main() -> None:
     names = ("lstm", "equal-lstm", "seq2seq", "tree", "equal-tree")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=("measure", "show"))
+    parser.add_argument("what", nargs="+", choices=("measure", "show", "peaks"))
     parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, or cuda:N; several for several workers")
     parser.add_argument("--only", nargs="+", default=list(names), choices=names)
     parser.add_argument("--seconds", type=float, default=1.0, help="of arrivals at each rate")
+    parser.add_argument("--repeats", type=int, default=3, help="of each peak, for `peaks`")
     parser.add_argument("--patience", type=float, default=0.3, help="seconds after the last arrival")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=30_000)
@@ -781,6 +887,8 @@ def main() -> None:
     run = parser.parse_args()
     if "measure" in run.what:
         measure(run)
+    if "peaks" in run.what:
+        measure_peaks(run)
     if "show" in run.what:
         show(run)
 

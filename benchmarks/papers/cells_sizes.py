@@ -2,9 +2,13 @@
 
 Run: python -m benchmarks.papers.cells_sizes measure --device cuda  # as `holdfast profile --app`, in three types
      python -m benchmarks.papers.cells_sizes show                   # table and plot of all devices so far
+     python -m benchmarks.papers.cells_sizes pair --device cuda     # Seq2Seq: the decoder's share of the computation
 
 A step is one task as the executor runs it: five in a row, each with the embedding of its word, h and c from and to the
 arenas. Types: float32, float32 with products in TF32, bfloat16. A CPU runs only float32. The paper: a V100 and CUDA 9.
+
+`pair` times the encoder and the decoder of Seq2Seq with 30,000 words, in float32, and says which share of a request
+the decoder takes with as many steps in as out, and which sizes are best (section 2.7.4: 75%; 512 and 256).
 """
 
 from __future__ import annotations
@@ -12,16 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.lib.papers import RESULTS, origin
+from benchmarks.lib.papers import RESULTS, origin, save
 from holdfast.cells.cell import Cell
 from holdfast.cells.measure import LARGEST, device_name, measure_cells
-from holdfast.cells.nn import LSTMWeights, lstm_cell
+from holdfast.cells.nn import LSTMWeights, ReadOut, decoder_cell, encoder_cell, lstm_cell
 from holdfast.core.cell_cost import CellCost, choose_sizes
 from holdfast.lab.reports import plots
 
@@ -37,15 +41,46 @@ TYPES: Mapping[str, tuple[torch.dtype, str]] = {
 """For each name, the type of weights and state, and the precision of float32's products."""
 
 
-def step(hidden: int, dtype: torch.dtype) -> Cell:
-    """An LSTM over words, with random weights."""
+def drawing(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """A function that draws random weights of a shape."""
     made = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=made) / shape[-1] ** 0.5).to(dtype)
 
+    return random
+
+
+def step(hidden: int, dtype: torch.dtype) -> Cell:
+    """An LSTM over words, with random weights."""
+    random = drawing(dtype)
     weights = LSTMWeights(random(4 * hidden, 2 * hidden), random(4 * hidden))
     return lstm_cell("lstm", weights, embedding=random(WORDS, hidden))
+
+
+def pair(device: str, hidden: int, words: int, largest: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The times of Seq2Seq's two cells, and a table with the decoder's share by batch size."""
+    random = drawing(torch.float32)
+    embedding = random(words, hidden)
+    weights = [LSTMWeights(random(4 * hidden, 2 * hidden), random(4 * hidden)) for _ in range(2)]
+    cells = (
+        encoder_cell("encoder", weights[0], embedding),
+        decoder_cell("decoder", weights[1], embedding, ReadOut(random(words, hidden), random(words))),
+    )
+    costs = measure_cells(cells, {cell: number for number, cell in enumerate(cells)}, device, largest=largest)
+    lines = ["| nodes | encoder, us | decoder, us | decoder's share |", "|---|---|---|---|"]
+    for size in costs[0].sizes:
+        encoder, decoder = (cost.at(size) * 1e6 for cost in costs)
+        lines.append(f"| {size:,} | {encoder:,.1f} | {decoder:,.1f} | {decoder / (encoder + decoder):.0%} |")
+    chosen = [choose_sizes(cost) for cost in costs]
+    spent = [cost.at(sizes[-1]) / sizes[-1] for cost, sizes in zip(costs, chosen, strict=True)]
+    lines.append(f"| largest size | {chosen[0][-1]} | {chosen[1][-1]} | {spent[1] / sum(spent):.0%} |")
+    lines.append("| the paper | 512 | 256 | 75% |")
+    rows = [
+        {"device": device_name(device), "cell": cell.name, "sizes": cost.sizes, "seconds": cost.seconds}
+        for cell, cost in zip(cells, costs, strict=True)
+    ]
+    return rows, lines
 
 
 def measure(device: str, hidden: int, largest: int) -> list[dict[str, Any]]:
@@ -99,16 +134,23 @@ def best(cost: CellCost) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "show"))
+    parser.add_argument("what", choices=("measure", "show", "pair"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--words", type=int, default=30_000, help="of `pair`")
     parser.add_argument("--largest", type=int, default=LARGEST)
     parser.add_argument("--out", type=Path, default=STEM, help="files to write, without their suffix")
     arguments = parser.parse_args()
+    device = "cuda:0" if arguments.device == "cuda" else "cpu"
+    if arguments.what == "pair":
+        torch.set_float32_matmul_precision("highest")
+        rows, lines = pair(device, arguments.hidden, arguments.words, arguments.largest)
+        stem = arguments.out.with_name(f"cells-pair-{arguments.device}")
+        save(stem, rows, [f"{rows[0]['device']}, hidden {arguments.hidden}, {arguments.words:,} words.", "", *lines])
+        return
     path = arguments.out.with_suffix(".json")
     kept = json.loads(path.read_text()) if path.exists() else {"rows": []}
     if arguments.what == "measure":
-        device = "cuda:0" if arguments.device == "cuda" else "cpu"
         rows = measure(device, arguments.hidden, arguments.largest)
         others = [row for row in kept["rows"] if row["device"] != rows[0]["device"]]
         kept = origin(arguments.out.parent) | {"hidden": arguments.hidden, "rows": [*others, *rows]}

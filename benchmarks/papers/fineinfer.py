@@ -121,6 +121,16 @@ class NopadReserving(Orca):
         step.admit(ReservingLongest(step), whole=True)
 
 
+class NopadApart(NopadReserving):
+    """NopadReserving in the engine step of Algorithm 1: prompts have a forward of their own; then all rows decode."""
+
+    def plan(self, step: StepBuilder) -> None:
+        step.budget = self.token_budget
+        step.admit(ReservingLongest(step), whole=True)
+        if not step.num_tokens:
+            step.decode()
+
+
 @dataclass(frozen=True)
 class Assumption:
     """An assumption of a run, in addition to the set-up that the top of this file describes."""
@@ -138,6 +148,8 @@ class Assumption:
     """Whether `nopad` has as many tokens of cache as `simple`."""
     copies: bool = True
     """Whether `simple` copies its cache in each decode."""
+    apart: bool = False
+    """Whether `nopad` computes prompts in forwards of their own, as Algorithm 1 has it. `simple` always does."""
 
 
 ASSUMPTIONS = {
@@ -146,6 +158,8 @@ ASSUMPTIONS = {
     "longest": Assumption("1,024 are reserved and computed: no answer ends earlier", True, True),
     "slow host": Assumption("as reserve, and a forward takes at least 61 ms", True, forward=SLOW),
     "slow and longest": Assumption("both: 61 ms, and no answer ends earlier", True, True, forward=SLOW),
+    "apart": Assumption("as reserve, and nopad's prompts have forwards of their own (Algorithm 1)", True, apart=True),
+    "slow and apart": Assumption("both: 61 ms, and forwards of their own", True, forward=SLOW, apart=True),
     "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
     "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),
     "alone": Assumption("one request at a time", alone=True),
@@ -182,7 +196,8 @@ def simulated(dataset: str, design: str, rate: float | None, name: str = "known"
         outcome = simulate(config, profile, work, software=software, make_policy=policy, until=until)
     else:
         if assumed.reserve:
-            policy = lambda shape: NopadReserving(shape.max_step_tokens)  # noqa: E731
+            made = NopadApart if assumed.apart else NopadReserving
+            policy = lambda shape: made(shape.max_step_tokens)  # noqa: E731
         cost = profile.cost
         slow = replace(cost, linear_seconds=tuple(max(assumed.forward, seconds) for seconds in cost.linear_seconds))
         config = EngineConfig(scheduler="orca", **common)
@@ -264,8 +279,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plots.png(lambda palette: plots.panels(shown, len(shown), palette), path)
 
 
-def why(out: Path, datasets: Sequence[str]) -> None:
+def why(out: Path, datasets: Sequence[str], names: Sequence[str]) -> None:
     """Requests per second and batches at full load, with one assumption changed at a time (F-43, F-45)."""
+    stem = out / ("fineinfer-why-simulated" if list(names) == list(ASSUMPTIONS) else "fineinfer-why-some-simulated")
     rows: list[dict[str, Any]] = []
     lines = [
         "| lengths | assumed | requests/s: simple | nopad | ratio | batch: simple | nopad | ratio |",
@@ -273,7 +289,8 @@ def why(out: Path, datasets: Sequence[str]) -> None:
     ]
     for dataset in datasets:
         _, _, ratio, *paper = DATASETS[dataset]
-        for name, assumed in ASSUMPTIONS.items():
+        for name in names:
+            assumed = ASSUMPTIONS[name]
             both = [simulated(dataset, design, None, name) for design in ("simple", "nopad")]
             rows += both
             rates, batches = ([row[key] for row in both] for key in ("requests_per_second", "batch"))
@@ -281,12 +298,12 @@ def why(out: Path, datasets: Sequence[str]) -> None:
                 f"| {dataset} | {assumed.about} | {rates[0]:.2f} | {rates[1]:.2f} | {rates[1] / rates[0]:.1f} | "
                 f"{batches[0]:.1f} | {batches[1]:.1f} | {batches[1] / batches[0]:.1f} |"
             )
-            save(out / "fineinfer-why-simulated", rows, lines)
+            save(stem, rows, lines)
         lines.append(
             f"| {dataset} | the paper: breaks down at | {paper[0]:g} | {paper[1]:g} | {paper[1] / paper[0]:.1f} "
             f"| – | – | {ratio} |"
         )
-    save(out / "fineinfer-why-simulated", rows, lines)
+    save(stem, rows, lines)
 
 
 def memory(out: Path) -> None:
@@ -307,10 +324,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("sweep", "why", "memory", "load", "overhead"))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
+    parser.add_argument("--assumptions", nargs="+", choices=ASSUMPTIONS, default=list(ASSUMPTIONS), help="of why")
     parser.add_argument("--tiny", action="store_true", help="the built-in model, for a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
     parser.add_argument("--lengths", nargs="+", default=["256,128", "1024,1024"], help="of overhead: prompt,answer")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="of overhead")
+    parser.add_argument(
+        "--designs", nargs="+", choices=("simple", "nopad"), default=["simple", "nopad"], help="of overhead"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
@@ -322,7 +343,7 @@ def main() -> None:
             case "sweep":
                 sweep(args.out, args.datasets)
             case "why":
-                why(args.out, args.datasets)
+                why(args.out, args.datasets, args.assumptions)
             case "memory":
                 memory(args.out)
             case "load":
@@ -337,8 +358,8 @@ def main() -> None:
 
                 lengths = [(int(prompt), int(output)) for prompt, output in (each.split(",") for each in args.lengths)]
                 overhead(
-                    args.out, lengths=lengths, layers=args.layers, tiny=args.tiny, repeats=args.repeats,
-                    limit=args.limit,
+                    args.out, lengths=lengths, layers=args.layers, designs=args.designs, tiny=args.tiny,
+                    repeats=args.repeats, limit=args.limit,
                 )  # fmt: skip
 
 

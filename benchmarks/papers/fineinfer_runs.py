@@ -150,6 +150,7 @@ def overhead(
     *,
     lengths: Sequence[tuple[int, int]],
     layers: Sequence[str],
+    designs: Sequence[str],
     tiny: bool,
     repeats: int,
     limit: float,
@@ -159,11 +160,11 @@ def overhead(
     rows: list[dict[str, Any]] = []
     stem = out / ("fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}")
     with checkpoint(tiny) as directory:
-        for design, chosen in DESIGNS.items():
+        for design in designs:
             longest = max(prompt + output for prompt, output in lengths)
             options: dict[str, Any] = dict(
                 max_model_len=longest + 16, max_sequences=4, prefix_sharing=False, host_cache_gb=0, steps_in_flight=1,
-                **({"device": "cpu", "cache_gb": 1.0} if tiny else {"load_format": "random"}), **chosen,
+                **({"device": "cpu", "cache_gb": 1.0} if tiny else {"load_format": "random"}), **DESIGNS[design],
             )  # fmt: skip
             for layer in layers:
                 run = {"engine": in_engine, "server": in_server, "cli": in_cli}[layer]

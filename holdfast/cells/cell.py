@@ -136,6 +136,11 @@ class Cell:
         return tuple(name for name, spec in self.inputs.items() if isinstance(spec, Value))
 
     @cached_property
+    def given(self) -> tuple[tuple[str, np.dtype, tuple[int, ...]], ...]:
+        """For each Value input, its name, dtype and shape."""
+        return tuple((name, np.dtype(self.inputs[name].dtype), self.inputs[name].shape) for name in self.values)
+
+    @cached_property
     def returned(self) -> tuple[str, ...]:
         """The names of the outputs that each task copies to the host."""
         return tuple(name for name, spec in self.outputs.items() if spec.returned)

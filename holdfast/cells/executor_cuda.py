@@ -1,8 +1,9 @@
-"""The executor of cells for CUDA: one graph for each type and size, which finds its task by a cursor on the device.
+"""The executor of cells for CUDA: graphs for each type and size, which find their tasks by a cursor on the device.
 
 `submit` writes the words of a round's tasks into a pinned ring, copies them with one copy to the same place of a ring
-on the device, and replays a graph for each task. It waits for nothing. The last kernel of a task adds 1 to a counter in
-pinned memory, which `collect` polls (BatchMaker, section 2.5). By then the returned outputs are in a pinned ring.
+on the device, and replays a graph for each task, or for each run of tasks of one size. It waits for nothing. The last
+kernel of a task adds 1 to a counter in pinned memory, which `collect` polls (BatchMaker, section 2.5). By then the
+returned outputs are in a pinned ring.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +46,19 @@ PR_SET_TIMERSLACK = 29
 HELD_CYCLES, MOST_HELD_CYCLES = 1 << 20, 1 << 31
 """Cycles that the device waits before a timed round: half a millisecond at first, up to a second."""
 NO_SOURCE = -1
+
+
+Run = tuple[int, Callable[[], None]]
+"""A number of successive tasks of one size, and the function that starts them."""
+_SIZE = attrgetter("size")
+
+
+def run_lengths(max_tasks: int) -> tuple[int, ...]:
+    """The numbers of successive tasks that have a graph: those of a whole round, then of a half, down to 1."""
+    lengths = [max_tasks]
+    while lengths[-1] > 1:
+        lengths.append(lengths[-1] // 2)
+    return tuple(lengths)
 
 
 class TaskWords:
@@ -126,6 +143,7 @@ class CudaExecutor:
         """
         self.device = torch.device(device)
         self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
+        self._run_lengths = run_lengths(max_tasks)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
             self.arenas = Arenas(cells, self.device, capacity)
@@ -155,7 +173,7 @@ class CudaExecutor:
             self._staged = self._pinned(self._ring_words, torch.int32)
             self._bodies: list[Callable[[], None]] = []
             """The captured functions. They hold the tables and buffers that graphs read, so they must stay alive."""
-            self._run: list[dict[int, Callable[[], None]]] = self._materialize()
+            self._runs = self._materialize()
         self._host_words, self._done = self._staged.numpy(), self._signals.done.numpy()
         self._host_returned = self._signals.returned.numpy()
         self._at = self._returned_at = 0
@@ -201,10 +219,19 @@ class CudaExecutor:
             self._signals.ring[begin:at].copy_(self._staged[begin:at], non_blocking=True)
             for move, moves_at in moves:
                 self._move(move, moves_at)
-            for task in plan.tasks:
-                self._run[plan.type][task.size]()
+            self._launch(plan)
         self._submitted = flight.target
         self._in_flight.append(flight)
+
+    def _launch(self, plan: Round) -> None:
+        """Replay graphs for a round's tasks. Successive tasks of one size share a launch."""
+        runs, tasks = self._runs[plan.type], plan.tasks
+        for size, some in groupby(tasks, _SIZE):
+            left = len(list(some))
+            for length, replay in runs[size]:
+                while left >= length:
+                    replay()
+                    left -= length
 
     def collect(self) -> Returned:
         """Wait for the oldest round.
@@ -261,7 +288,7 @@ class CudaExecutor:
         if self._stream is not None:
             with suppress(RuntimeError):
                 self._stream.synchronize()
-        self._run.clear()
+        self._runs.clear()
         self._bodies.clear()
         self._in_flight.clear()
 
@@ -303,40 +330,48 @@ class CudaExecutor:
     def _pinned(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(length, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    def _materialize(self) -> list[dict[int, Callable[[], None]]]:
-        """The functions that run a task, by type and size.
+    def _materialize(self) -> list[dict[int, list[Run]]]:
+        """The runs of tasks that one launch starts, by type and size, the longest first.
 
         The words are zeros here, so all of a task's nodes are padding.
         """
         pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
-        made: list[dict[int, Callable[[], None]]] = []
+        made: list[dict[int, list[Run]]] = []
         for number, kind in enumerate(self._kinds):
             buffers = _Buffers(kind, self._words[number], self.arenas, self._signals)
-            runs: dict[int, Callable[[], None]] = {}
+            runs: dict[int, list[Run]] = {}
             for size in reversed(kind.sizes):
                 kind.try_out(size, self.device)
                 body = buffers.body(size)
                 self._bodies.append(body)
                 with torch.inference_mode():
                     body()
-                    if self._stream is None:
-                        runs[size] = body
-                        continue
-                    self._stream.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with collector_off():
-                        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                        try:
-                            body()
-                        finally:
-                            graph.capture_end()
-                    runs[size] = graph.replay
+                    runs[size] = [(length, self._captured(body, length, pool)) for length in self._run_lengths]
             made.append(runs)
         self._signals.tickets.zero_()
         if self._stream is not None:
             self._stream.synchronize()
         self._signals.done.zero_()
         return made
+
+    def _captured(self, body: Callable[[], None], length: int, pool: Any) -> Callable[[], None]:
+        """A function that runs `length` tasks, one after the other; on a GPU, by a graph."""
+
+        def run() -> None:
+            for _ in range(length):
+                body()
+
+        if self._stream is None:
+            return run
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with collector_off():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph.replay
 
     def _move_tables(self, theirs: Arenas) -> tuple[dict[int, torch.Tensor], int]:
         """The tables of `kernels.move_rows` for another worker's arenas, and the largest row in units."""

@@ -10,8 +10,8 @@ graph.result("label", steps, "label")
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -46,18 +46,16 @@ class Block:
     chain: bool
     stop: tuple[str, int] | None
     """The returned output and the value at which the chain ends early; None if it does not."""
-    columns: list[np.ndarray] = field(default_factory=list)
+    whole: bool
+    """Whether this is a chain whose outputs other blocks read only at its last node. It is then one row."""
+    rows: int
+    """Number of rows: 1 if `whole`, else `count`."""
+    columns: Sequence[np.ndarray] = ()
     """Arrays of ids of the nodes whose outputs are read, or ZEROS: [count], or [1] for a chain.
 
     No two are the same object.
     """
-    reads: list[Read] = field(default_factory=list)
-    whole: bool = False
-    """Whether this is a chain whose outputs other blocks read only at its last node. It is then one row."""
-
-    @property
-    def rows(self) -> int:
-        return 1 if self.whole else self.count
+    reads: Sequence[Read] = ()
 
     def unrolled(self) -> Block:
         """The chain as a block of single nodes, each of which reads the previous one."""
@@ -76,7 +74,7 @@ class Block:
                 columns.append(first)
             reads.append((name, name, len(columns)))
             columns.append(begun)
-        return Block(self.cell, self.first, self.count, self.values, False, None, columns, reads)
+        return Block(self.cell, self.first, self.count, self.values, False, None, False, self.count, columns, reads)
 
 
 class CellGraph:
@@ -85,7 +83,18 @@ class CellGraph:
     Given arrays are not copied: do not change them later.
     """
 
-    __slots__ = ("_cells", "_chains", "_common", "blocks", "constants", "nodes", "results", "rows")
+    __slots__ = (
+        "_cells",
+        "_chains",
+        "_common",
+        "_noted",
+        "blocks",
+        "chains_stop",
+        "constants",
+        "nodes",
+        "results",
+        "rows",
+    )
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -97,9 +106,13 @@ class CellGraph:
         """For each result: its name, its output, and its nodes."""
         self.constants: dict[str, np.ndarray] = {}
         """Results that are known without running any node, by name."""
-        self._cells: set[Cell] = set()
-        self._common: dict[str, tuple[tuple[int, ...], str]] = {}
-        """Shape and dtype, by name, of the outputs that all cells of the graph have in common."""
+        self.chains_stop = False
+        """Whether any chain may end early."""
+        self._noted = 0
+        """Number of blocks whose cells are in `_cells`. Only graphs with edges need these, so `_read` adds the rest."""
+        self._cells: set[Cell] | None = None
+        self._common: Mapping[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and dtype, by name, of the outputs that all cells in `_cells` have in common."""
         self._chains: list[Block] = []
 
     def add(self, cell: Cell, count: int = 1, /, **inputs: Any) -> range:
@@ -143,42 +156,49 @@ class CellGraph:
         if count < 1:
             raise ValueError(f"{count} nodes of cell {cell.name}; there must be at least 1")
         values = []
-        for name in cell.values:
+        for name, kind, shape in cell.given:
             if name not in inputs:
                 raise ValueError(f"cell {cell.name} needs the value {name}")
-            values.append(_value(cell, name, inputs.pop(name), count))
-        first = self.nodes
-        block = Block(cell, first, count, values, chain, stop, whole=chain)
+            given, whole = inputs.pop(name), (count, *shape)
+            if type(given) is not np.ndarray or given.dtype is not kind or given.shape != whole:
+                given = _value(cell, name, given, kind, whole)
+            values.append(given)
+        first, rows = self.nodes, 1 if chain else count
+        block = Block(cell, first, count, values, chain, stop, chain, rows)
+        if inputs:
+            self._read(block, inputs)
         if chain:
-            if inputs:
-                self._read(block, inputs)
-            self._note_outputs(cell)
             self._chains.append(block)
-            self.rows += 1
-        else:
-            self._note_outputs(cell)
-            if inputs:
-                self._read(block, inputs)
-            self.rows += count
+            self.chains_stop |= stop is not None
+        self.rows += rows
         self.blocks.append(block)
         self.nodes = first + count
         return range(first, first + count)
 
     def _note_outputs(self, cell: Cell) -> None:
         """Update `_common` with a cell: it keeps the outputs that all cells of the graph have in common."""
-        if cell not in self._cells:
+        if self._cells is None:
+            self._cells, self._common = {cell}, cell.gives
+        elif cell not in self._cells:
             gives = cell.gives
-            self._common = (
-                {name: kind for name, kind in self._common.items() if gives.get(name) == kind} if self._cells else gives
-            )
+            self._common = {name: kind for name, kind in self._common.items() if gives.get(name) == kind}
             self._cells.add(cell)
 
     def _read(self, block: Block, inputs: dict[str, Any]) -> None:
         """Record the outputs that a block's State inputs read, after checking that they fit."""
-        takes, columns, common = block.cell.takes, block.columns, self._common
+        for earlier in self.blocks[self._noted :]:
+            self._note_outputs(earlier.cell)
+        self._noted = len(self.blocks)
+        if not block.chain:  # nodes of one call may read one another
+            self._note_outputs(block.cell)
+        takes, common = block.cell.takes, self._common
+        columns: list[np.ndarray] = []
+        reads: list[Read] = []
+        block.columns, block.reads = columns, reads
         found: dict[int, int] = {}
         for name, given in inputs.items():
-            if name not in takes:
+            wanted = takes.get(name)
+            if wanted is None:
                 raise ValueError(f"cell {block.cell.name} has no input {name}; it has {', '.join(block.cell.inputs)}")
             if not isinstance(given, (tuple, list)) or len(given) != 2:
                 raise ValueError(f"input {name} of cell {block.cell.name} must be a pair: nodes, and their output")
@@ -187,9 +207,9 @@ class CellGraph:
             if column is None:
                 column = found[id(nodes)] = len(columns)
                 columns.append(_column(block, name, nodes))
-            if common.get(output) != takes[name]:
+            if common.get(output) != wanted:
                 self._check_output(block, name, output, columns[column])
-            block.reads.append((name, output, column))
+            reads.append((name, output, column))
         for chain in self._chains:
             if chain.whole:
                 self._cut_if_read_inside(chain, block)
@@ -226,21 +246,18 @@ class CellGraph:
             if inside and chain.stop is not None:
                 raise ValueError(f"a chain of cell {chain.cell.name} that may stop is read by another node")
             if inside:
-                chain.whole = False
+                chain.whole, chain.rows = False, chain.count
                 self.rows += chain.count - 1
                 return
 
 
-def _value(cell: Cell, name: str, given: Any, count: int) -> np.ndarray:
-    spec = cell.inputs[name]
+def _value(cell: Cell, name: str, given: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     try:
-        array = np.asarray(given, dtype=spec.dtype)
+        array = np.asarray(given, dtype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"value {name} of cell {cell.name} must be {spec.dtype}: {error}") from error
-    if array.shape != (count, *spec.shape):
-        raise ValueError(
-            f"value {name} of cell {cell.name} has the shape {list(array.shape)}; it needs {[count, *spec.shape]}"
-        )
+        raise ValueError(f"value {name} of cell {cell.name} must be {dtype}: {error}") from error
+    if array.shape != shape:
+        raise ValueError(f"value {name} of cell {cell.name} has the shape {list(array.shape)}; it needs {list(shape)}")
     return array
 
 

@@ -78,7 +78,7 @@ def measure_cells(
     )
     try:
         rounds = {
-            (number, size): _round(cell, number, executor.arenas.layout, size)
+            (number, size): round_of_zeros(cell, number, executor.arenas.layout, size)
             for cell, number in reversed(dict(types).items())
             for size in sizes
         }
@@ -107,7 +107,7 @@ def device_name(device: str, workers: int = 1) -> str:
     return f"CPU ({platform.machine()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
-def _round(cell: Cell, number: int, layout: Layout, size: int) -> Round:
+def round_of_zeros(cell: Cell, number: int, layout: Layout, size: int) -> Round:
     """A round of tasks of zeros. States that a chain carries stay in its row; other states come from random rows."""
     random = np.random.default_rng(size)
     rows = random.permutation(np.arange(FIRST_ROW, FIRST_ROW + size, dtype=np.int32))

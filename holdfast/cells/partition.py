@@ -67,8 +67,9 @@ class Splitter:
 
     def check(self, graph: CellGraph) -> list[Result]:
         """The results that a graph names. Raises ValueError for cells and results that do not fit."""
+        types = self._types
         for block in graph.blocks:
-            if block.cell not in self._types:
+            if block.cell not in types:
                 raise ValueError(f"cell {block.cell.name} is not one of the application's cells")
         results = [Result(name, output, _parts_of(graph, name, output, nodes)) for name, output, nodes in graph.results]
         if len(results) > 1 and len({result.name for result in results}) < len(results):
@@ -83,6 +84,8 @@ class Splitter:
         that lead to them have equally many changes of type.
         """
         types, inputs, outputs = self._types, self._input, self.outputs
+        if all(graph.rows == 1 for graph in graphs):
+            return self._split_chains(graphs)
         counts: list[int] = []  # for each graph: rows, nodes
         blocks: list[int] = []  # for each block: type, rows, nodes of each row
         columns: list[np.ndarray] = []
@@ -116,6 +119,14 @@ class Splitter:
                 np.array(reads, np.intp).reshape(-1, 3),
             )
         )
+
+    def _split_chains(self, graphs: Sequence[CellGraph]) -> Partition:
+        """The Partition of graphs of one row each, which have no edges."""
+        rows = np.arange(len(graphs))
+        types = np.array([self._types[graph.blocks[0].cell] for graph in graphs], np.intp)
+        steps = np.array([graph.nodes for graph in graphs], np.intp)
+        none = np.zeros(0, np.intp)
+        return Partition(rows, types, steps, rows, none, none, none.reshape(0, 4))
 
 
 @compiled
@@ -260,6 +271,13 @@ def _parts_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) ->
     Raises ValueError if they do not return this output, or are only a part of a whole chain.
     """
     blocks, count = graph.blocks, len(nodes)
+    if (
+        len(blocks) == 1
+        and isinstance(nodes, range)
+        and nodes == range(blocks[0].count)
+        and output in blocks[0].cell.returned
+    ):
+        return [Part(0, 0, count)]
     if not count:
         raise ValueError(f"result {name} names no nodes; it needs at least 1")
     in_turn = count == 1 or (isinstance(nodes, range) and nodes.step == 1)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ import numpy as np
 from holdfast.cells import algorithm
 from holdfast.cells.cell import Cell, Output, State, Value, padded_size, sizes_by_type
 from holdfast.cells.graph import ZEROS, CellGraph
-from holdfast.cells.partition import Result, Splitter
+from holdfast.cells.partition import Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
 
@@ -40,6 +41,7 @@ CAPACITY = 16384
 MOST_WORKERS = 62
 """Largest number of workers. A row's `copies` has one bit for each worker."""
 NO_STOPS = np.zeros(0, np.bool_)
+NO_CHAINS = np.zeros((0, 3), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,16 @@ class CellPlanner:
             _Kind(number, first_of[number], some, layout)
             for number, some in enumerate(sizes_by_type(self.types, sizes))
         ]
+        self._held = {
+            (cell, output): (number, self._kinds[number].position[output])
+            for cell, number in self.types.items()
+            for output in cell.returned
+        }
+        """The type of each cell and the position of each of its returned outputs in the type's ranges."""
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas(layout)
         self._workers, self._max_tasks, self._capacity = workers, max_tasks, capacity
-        self._waiting: dict[str, tuple[CellGraph, list[Result]]] = {}
+        self._waiting: dict[str, tuple[CellGraph, list[_Result]]] = {}
         self._running: dict[str, _Request] = {}
         self._by_row: dict[int, _Request] = {}
         """Running requests, by their first row."""
@@ -158,7 +166,7 @@ class CellPlanner:
         if request.id in self._waiting or request.id in self._running:
             raise ValueError(f"request id {request.id} is already in use; give each its own")
         graph = request.graph
-        results = self._splitter.check(graph)
+        results = self._places_of(graph)
         if not graph.rows:
             raise ValueError("the graph has no nodes; it needs at least 1")
         if graph.rows > self._capacity - FIRST_ROW:
@@ -177,8 +185,9 @@ class CellPlanner:
             return
         request = self._running.pop(request_id, None)
         if request is not None:
-            del self._by_row[int(request.rows[0])]
-            self._table["lost"][request.rows] = True
+            rows = request.rows
+            del self._by_row[int(rows[0])]
+            self._table["lost"][rows] = True
             algorithm.leave(self._table, self._queues.rows, self._queues.bounds)
             self._retire([request])
 
@@ -262,6 +271,32 @@ class CellPlanner:
                 places[kind.number, names[name]] = layout.within(kind.cell, name)[1]
         return widths, places
 
+    def _places_of(self, graph: CellGraph) -> list[_Result]:
+        """The results of a graph and their places. Raises ValueError for cells and results that do not fit."""
+        blocks, named = graph.blocks, graph.results
+        if len(blocks) == 1 and len(named) == 1:
+            block, (name, output, nodes) = blocks[0], named[0]
+            found = self._held.get((block.cell, output))
+            if found is not None and isinstance(nodes, range) and nodes == range(block.count):
+                return [(name, [(*found, 0, block.count, NOBODY if block.stop is None else 0)])]
+        checked = self._splitter.check(graph)
+        of_block: list[tuple[int, int]] = []  # for each block: nodes of its type before it, its chain
+        before = [0] * len(self._kinds)
+        row = 0
+        for block in blocks:
+            number = self.types[block.cell]
+            of_block.append((before[number], NOBODY if block.stop is None else row))
+            before[number] += block.count
+            row += block.rows
+        results = []
+        for name, output, parts in checked:
+            places = []
+            for at, begin, end in parts:
+                offset, chain = of_block[at]
+                places.append((*self._held[blocks[at].cell, output], offset + begin, offset + end, chain))
+            results.append((name, places))
+        return results
+
     def _admit(self) -> None:
         """Give rows to waiting requests, first come, first served, while there are enough for a whole graph."""
         free = self._numbers.free
@@ -273,16 +308,18 @@ class CellPlanner:
             ids.append(id)
         if not ids:
             return
-        graphs, results = zip(*[self._waiting.pop(id) for id in ids], strict=True)
+        graphs, results = zip(*map(self._waiting.pop, ids), strict=True)
         found = self._splitter.split(graphs)
         rows = self._numbers.take(len(found.types))
-        batch = _Batch(len(ids))
-        stops, places = self._make_room(graphs, results, rows, batch)
-        begin = 0
-        for id, graph, lie in zip(ids, graphs, places, strict=True):
-            request = _Request(id, rows[begin : begin + graph.rows], batch, graph.constants, lie)
-            self._running[id] = self._by_row[int(rows[begin])] = request
-            begin += graph.rows
+        batch = _Batch(rows, len(ids))
+        stops, starts = self._make_room(graphs, batch)
+        running, by_row = self._running, self._by_row
+        firsts = found.first.tolist()
+        ends = [*firsts[1:], len(rows)]
+        for id, graph, places, start, first, end, number in zip(
+            ids, graphs, results, starts, firsts, ends, rows[found.first].tolist(), strict=True
+        ):
+            running[id] = by_row[number] = _Request(id, batch, first, end, start, graph.constants, places)
         link = batch.hold(self._links, len(rows) + len(found.reader)) if len(found.reader) else 0
         algorithm.enter(
             self._table,
@@ -300,51 +337,46 @@ class CellPlanner:
             self._places,
         )
 
-    def _make_room(
-        self,
-        graphs: Sequence[CellGraph],
-        results: Sequence[list[Result]],
-        rows: np.ndarray,
-        batch: _Batch,
-    ) -> tuple[np.ndarray, list[list[tuple[str, list[_Place]]]]]:
-        """Store the values of these graphs.
+    def _make_room(self, graphs: Sequence[CellGraph], batch: _Batch) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+        """Store the values of these graphs in ranges of `batch`.
 
-        Returns the chains that may stop, for `enter`, and the places of results.
+        Returns the chains that may stop, for `enter`, and for each graph the number of nodes of each type before it.
         """
         types, kinds = self.types, self._kinds
+        if len(kinds) == 1 and not any(graph.chains_stop for graph in graphs):
+            ends = list(accumulate([graph.nodes for graph in graphs]))
+            batch.offsets = [
+                self._store(kinds[0], ends[-1], [block.values for graph in graphs for block in graph.blocks], batch)
+            ]
+            return NO_CHAINS, [(end,) for end in [0, *ends[:-1]]]
         nodes = [0] * len(kinds)
         values: list[list[list[np.ndarray]]] = [[] for _ in kinds]
         stops: list[tuple[int, int, int]] = []
-        places = []
+        starts = []
         row = 0
-        for graph, named in zip(graphs, results, strict=True):
-            of_block = []
+        for graph in graphs:
+            starts.append(tuple(nodes))
             for block in graph.blocks:
-                number, chain = types[block.cell], NOBODY
-                if block.stop is not None:
-                    chain = int(rows[row])
-                    stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
-                    kinds[number].stops = True
-                of_block.append((number, nodes[number], chain))
+                number = types[block.cell]
                 nodes[number] += block.count
                 values[number].append(block.values)
+                if block.stop is not None:
+                    stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
+                    kinds[number].stops = True
                 row += block.rows
-            found = []
-            for name, output, parts in named:
-                lie = []
-                for at, begin, end in parts:
-                    number, offset, chain = of_block[at]
-                    lie.append(_Place(number, kinds[number].position[output], offset + begin, offset + end, chain))
-                found.append((name, lie))
-            places.append(found)
-        batch.offsets = [0] * len(self._kinds)
-        for kind, total, given in zip(self._kinds, nodes, values, strict=True):
-            if total:
-                batch.offsets[kind.number] = offset = batch.hold(kind.ranges, total)
-                for position in range(len(kind.cell.values)):
-                    items = kind.ranges.items[position][offset : offset + total]
-                    np.concatenate([each[position] for each in given], out=items)
-        return np.array(stops, np.int64).reshape(-1, 3), places
+        batch.offsets = [
+            self._store(kind, total, given, batch) if total else 0
+            for kind, total, given in zip(kinds, nodes, values, strict=True)
+        ]
+        return np.array(stops, np.int64).reshape(-1, 3), starts
+
+    def _store(self, kind: _Kind, total: int, values: list[list[np.ndarray]], batch: _Batch) -> int:
+        """Hold a range for `total` nodes of a type, and store their blocks' values there. Returns its offset."""
+        offset = batch.hold(kind.ranges, total)
+        for position in range(len(kind.cell.values)):
+            items = kind.ranges.items[position][offset : offset + total]
+            np.concatenate([each[position] for each in values], out=items)
+        return offset
 
     # Algorithm 1.
 
@@ -420,17 +452,24 @@ class CellPlanner:
         early: list[_Request] = []
         done: list[_Request] = []
         ended = []
+        running, by_row, kinds = self._running, self._by_row, self._kinds
         for first, started, stopped in zip(
             firsts.tolist(),
             self._table["started"][firsts].tolist(),
             self._table["stopped"][firsts].tolist(),
             strict=True,
         ):
-            request = self._by_row.pop(first)
-            del self._running[request.id]
-            results = dict(request.constants)
+            request = by_row.pop(first)
+            del running[request.id]
+            results = dict(request.constants) if request.constants else {}
+            batch, starts = request.batch, request.starts
             for name, places in request.places:
-                found = [self._read(request.batch, place) for place in places]
+                found = []
+                for number, position, begin, end, chain in places:
+                    offset = batch.offsets[number] + starts[number]
+                    end = offset + end if chain == NOBODY else self._table["end"].item(request.row(chain))
+                    found.append(kinds[number].ranges.items[position][offset + begin : end])
+                # The memory will later hold other results.
                 results[name] = found[0].copy() if len(found) == 1 else np.concatenate(found)
             ended.append(CellOutput(request.id, results, started))
             (early if stopped else done).append(request)
@@ -439,13 +478,6 @@ class CellPlanner:
         if done:
             self._free(done)
         return ended
-
-    def _read(self, batch: _Batch, place: _Place) -> np.ndarray:
-        """Results of a request that has ended: [nodes, *shape]. Their memory will later hold other results."""
-        kind, position, begin, end, stop = place
-        offset = batch.offsets[kind]
-        end = offset + end if stop == NOBODY else self._table["end"].item(stop)
-        return self._kinds[kind].ranges.items[position][offset + begin : end]
 
     def _retire(self, requests: list[_Request]) -> None:
         """Free requests that ended early once none of their tasks can be in flight."""
@@ -461,11 +493,11 @@ class CellPlanner:
 
     def _free(self, requests: list[_Request]) -> None:
         """Free the rows and ranges of requests."""
-        rows = np.concatenate([request.rows for request in requests])
+        rows = np.concatenate([request.batch.rows[request.first : request.end] for request in requests])
         self._table["lost"][rows] = False
         self._numbers.give(rows)
-        for request in requests:
-            request.batch.leave()
+        for batch, count in Counter([request.batch for request in requests]).items():
+            batch.leave(count)
 
 
 def _moves(moved: np.ndarray) -> list[Move]:
@@ -515,11 +547,14 @@ class _Kind:
         """Whether any chain of this type may end early."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Requests that were given rows together. Their ranges are free once all of them have ended."""
 
+    rows: np.ndarray
+    """The rows of the requests, one request after the other."""
     left: int
+    """Number of requests that have not ended."""
     held: list[tuple[Ranges, int, int]] = field(default_factory=list)
     """Memory, offset and length of each range."""
     offsets: list[int] = field(default_factory=list)
@@ -531,24 +566,23 @@ class _Batch:
         self.held.append((ranges, offset, length))
         return offset
 
-    def leave(self) -> None:
-        self.left -= 1
+    def leave(self, count: int) -> None:
+        """Count requests that have ended, and free the ranges after the last."""
+        self.left -= count
         if not self.left:
             for ranges, offset, length in self.held:
                 ranges.give(offset, length)
 
 
-class _Place(NamedTuple):
-    """The place of some nodes' results."""
+_Place = tuple[int, int, int, int, int]
+"""The place of some nodes' results: type, position, begin, end, chain.
 
-    kind: int
-    position: int
-    """The position of the output among the values and returned outputs of its type."""
-    begin: int
-    """The first index. It and `end` are relative to the batch's offset for the type."""
-    end: int
-    chain: int
-    """The row of a chain that may have stopped before `end`; NOBODY for other nodes."""
+The position is that of the output among the values and returned outputs of the type. `begin` and `end` count the nodes
+of the type from the request's first. The chain is one that may have stopped before `end`, as a row of the request, from
+0; NOBODY for other nodes.
+"""
+_Result = tuple[str, list[_Place]]
+"""A result of a request: its name and places."""
 
 
 @dataclass(slots=True, eq=False)
@@ -556,11 +590,23 @@ class _Request:
     """A request that has rows."""
 
     id: str
-    rows: np.ndarray
     batch: _Batch
+    first: int
+    """The first of its rows among those of its batch."""
+    end: int
+    """The end of its rows among those of its batch."""
+    starts: tuple[int, ...]
+    """For each type, the number of nodes of the batch that come before its own."""
     constants: Mapping[str, np.ndarray]
-    places: list[tuple[str, list[_Place]]]
-    """For each result, its name and places."""
+    places: list[_Result]
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.batch.rows[self.first : self.end]
+
+    def row(self, number: int) -> int:
+        """One of its rows, counted from 0."""
+        return int(self.batch.rows[self.first + number])
 
 
 def prepare() -> None:

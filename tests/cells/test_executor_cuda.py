@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from holdfast.cells import workers as workers_module
 from holdfast.cells.cell import Cell, Output, State, Value
-from holdfast.cells.executor_cuda import CudaExecutor, TaskWords
+from holdfast.cells.executor_cuda import CudaExecutor, TaskWords, run_lengths
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.nn import LSTMWeights, lstm_cell
 from holdfast.cells.plan import Move, Round, Task
@@ -170,6 +171,43 @@ def test_rounds_beyond_the_ring_reuse_it_and_come_back_in_order(on: str) -> None
                 assert found[4].tolist() == (2 * expected.values[1]).tolist()
             waiting = waiting[2:]
     assert 38 <= run._signals.done.item() <= 40  # the last round may be running yet
+
+
+@pytest.mark.parametrize("on", DEVICES)
+def test_runs_of_tasks_of_one_size_share_launches_and_run_in_order(on: str) -> None:
+    run = executor(everything_cell(), on, rounds_in_flight=1, max_tasks=5)
+    launched: list[int] = []
+
+    def noting(length: int, replay: Callable[[], None]) -> Callable[[], None]:
+        def play() -> None:
+            launched.append(length)
+            replay()
+
+        return play
+
+    for number, runs in enumerate(run._runs):
+        for size, some in runs.items():
+            run._runs[number][size] = [(length, noting(length, replay)) for length, replay in some]
+    for sizes, launches in (
+        ([2] * 5, [5]),
+        ([5, 2, 2, 2, 2], [1, 2, 2]),
+        ([1, 1, 1, 2, 5], [2, 1, 1, 1]),
+        ([1, 2, 1, 2, 1], [1] * 5),
+    ):
+        launched.clear()
+        # Each task reads the state that the task before it wrote to row 3.
+        tasks = [task([3], [3 if at else -1], [-1], size=size) for at, size in enumerate(sizes)]
+        run.submit(Round(0, 0, tasks))
+        h, x = np.zeros(3, np.float16), tasks[0].values[0][0].astype(np.float16)
+        for found in run.collect():
+            h = h + x
+            assert found[0].tolist() == [h.tolist()]
+        assert launched == launches
+
+
+@pytest.mark.parametrize(("max_tasks", "lengths"), [(1, (1,)), (2, (2, 1)), (5, (5, 2, 1)), (20, (20, 10, 5, 2, 1))])
+def test_whole_rounds_and_their_halves_have_graphs(max_tasks: int, lengths: tuple[int, ...]) -> None:
+    assert run_lengths(max_tasks) == lengths
 
 
 def test_more_rounds_or_tasks_than_there_is_room_for_are_refused() -> None:

@@ -80,7 +80,7 @@ def parse_tree(leaf: Cell, internal: Cell, tree: Tree, tokens: np.ndarray) -> Ce
     """A leaf cell for each token and an internal cell for each inner node. The result is the root's returned output."""
     graph = CellGraph()
     graph.add(leaf, tree.leaves, token=tokens)
-    left, right = tree.left, tree.right
+    left, right = tree.children
     states = {"left_h": (left, "h"), "left_c": (left, "c"), "right_h": (right, "h"), "right_c": (right, "c")}
     nodes = graph.add(internal, len(left), **states)
     (output,) = internal.returned

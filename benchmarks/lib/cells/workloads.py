@@ -72,6 +72,11 @@ class Tree:
             heights.append(1 + max(heights[left], heights[right]))
         return heights
 
+    @cached_property
+    def children(self) -> tuple[np.ndarray, np.ndarray]:
+        """`left` and `right` as arrays, as a request that comes over the wire has them."""
+        return np.array(self.left, np.intp), np.array(self.right, np.intp)
+
     @property
     def height(self) -> int:
         """The height of the root."""

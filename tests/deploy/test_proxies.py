@@ -101,7 +101,7 @@ class TestProxies:
                 lines = answer.aiter_lines()
                 text = ""
                 while "Ahoy" not in text and client.words[0] not in text:
-                    text += await asyncio.wait_for(anext(lines), 10)
+                    text += await asyncio.wait_for(anext(lines), 60)
                 assert "[DONE]" not in text, "the engine still holds the second token"
                 for client in behind.clients:
                     assert client.hold is not None

@@ -79,7 +79,7 @@ async def test_a_killed_client_costs_its_requests_and_leaves_the_cache(small, tm
         assert (await answer(two))[1] == 48
     finally:
         await engine.close()
-    await asyncio.wait_for(two.dead.wait(), 5)
+    await asyncio.wait_for(two.dead.wait(), 60)
     assert two.reason == f"the engine at {address}: the engine was stopped"
     with pytest.raises(EngineDead, match="was stopped"):
         await answer(two)
@@ -130,7 +130,7 @@ async def test_a_killed_engine_is_noticed_at_once(small, tmp_path):
     engine = await EngineClient.start(small(), listen=address)
     client = await attach(address)
     engine.kill()
-    await asyncio.wait_for(client.dead.wait(), 5)
+    await asyncio.wait_for(client.dead.wait(), 60)
     assert client.reason == f"the engine at {address}: the connection to it was lost"
     await client.close()
     await engine.close()

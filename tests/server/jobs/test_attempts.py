@@ -215,7 +215,7 @@ async def test_a_batch_whose_check_ends_several_servers_fails(tmp_path: Path, mo
         async with server(tmp_path) as here:
             if life == 0:
                 id = await here.submit([line("a")])
-            await asyncio.wait_for(reading.wait(), 10)
+            await asyncio.wait_for(reading.wait(), 60)
             reading.clear()
             await here.kill()
     monkeypatch.setattr("holdfast.server.jobs.batch_runner.check", check)
@@ -289,7 +289,7 @@ async def test_a_line_that_was_answered_is_no_suspect_whatever_its_attempts_say(
     client = Stuck(hold=asyncio.Event())
     async with server(tmp_path, client) as here:
         await until(lambda: len(client.asked) == 2)
-        await asyncio.wait_for(here.batches.cleared(), 10)
+        await asyncio.wait_for(here.batches.cleared(), 60)
         assert here.batches.runner.running[id].suspects == set()
         assert client.hold is not None
         client.hold.set()

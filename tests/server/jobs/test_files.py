@@ -431,5 +431,5 @@ async def test_a_long_upload_has_time_by_its_length_and_a_stalled_one_ends(
             await asyncio.sleep(pause if at else 0)
             if pause > 0.5 and at:
                 break
-        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == status
+        assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == status
         writer.close()

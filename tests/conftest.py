@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 import torch
 from hypothesis import settings
@@ -77,6 +78,15 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(file))
         patch.delenv("SSL_CERT_DIR", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_clients() -> Iterator[None]:
+    """HTTP clients that name no limit wait for as long as pytest does, and not for 5 s: a machine may be that slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("connect", "read", "write", "pool"):
+            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, limit, 300.0)
         yield
 
 

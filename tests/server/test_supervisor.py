@@ -67,7 +67,7 @@ class Served:
         """Send a request on a connection of its own, so that any API process may get it; again if one is killed."""
         for _ in range(100):
             try:
-                return httpx.request(method, f"{self.url}{path}", timeout=30, **options)
+                return httpx.request(method, f"{self.url}{path}", timeout=60, **options)
             except httpx.TransportError:
                 time.sleep(0.1)
         raise TimeoutError(path)
@@ -98,7 +98,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def reached(server: Served) -> bool:
     try:
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -161,7 +161,7 @@ class Load:
             thread.join()
 
     def _ask(self, keeps: bool) -> None:
-        with httpx.Client(base_url=self.url, timeout=30) as kept:
+        with httpx.Client(base_url=self.url, timeout=60) as kept:
             while not self._stop.is_set():
                 try:
                     answer = (kept if keeps else httpx).get(f"{self.url}/v1/models")

@@ -45,7 +45,9 @@ CHECK_SECONDS = 1.0
 MOST_CLIENTS = 256
 """Most clients that are attached at a time."""
 CLOSING_SECONDS = 0.001
-"""Seconds between the report that a connection has closed and the time at which sending to it fails."""
+"""Usual seconds between the report that a connection has closed and the time at which sending to it fails."""
+LOOKS, LOOK_SECONDS = 5, 0.01
+"""Most looks for the client of a closed connection, and most seconds between two: on a busy machine it takes longer."""
 LEFT_SECONDS = 120.0
 """Seconds for which new clients learn that a server has left."""
 MARK = ":"
@@ -157,6 +159,8 @@ class Clients:
         self._held = HeldRequests()
         self._left: dict[str, float] = {}
         """Time at which a server left, by name, for LEFT_SECONDS."""
+        self._unfound, self._looks = 0, 0
+        """Number of closed connections whose clients were not found yet, and of looks for them that are left."""
         self._checked_at = 0.0
         self._drains: list[messages.Drain] = []
         """The orders to drain that were not answered yet."""
@@ -195,7 +199,7 @@ class Clients:
     def wait(self, seconds: float | None = None) -> None:
         """Wait at most `seconds` for a message. See `Parent.wait`."""
         if not self._arrived:
-            self._parent.wait(seconds)
+            self._parent.wait(LOOK_SECONDS if self._looks else seconds)
 
     def wake(self) -> None:
         """End a wait. May be called in any thread."""
@@ -210,13 +214,13 @@ class Clients:
         """The messages that have arrived. Does not wait for more. Raises ValueError if the parent's is invalid."""
         for message in self._parent.waiting():
             self._take(self._first, message)
-        closed = self._door.take_closings()
-        if closed:
+        if closed := self._door.take_closings():
+            self._unfound, self._looks = self._unfound + closed, LOOKS
             time.sleep(CLOSING_SECONDS)
         for key, data in self._door.waiting():
             self._read(key, data)
-        if closed:
-            self._find_closed()
+        if self._looks:
+            self._look_for_closed()
         self._check_silence()
         self._answer_drains()
         while self._arrived:
@@ -366,6 +370,15 @@ class Clients:
             for sender, message in self._arrived
             if sender is not client or (isinstance(message, messages.Submit) and self._held.get(message.request.id))
         )
+
+    def _look_for_closed(self) -> None:
+        """Drop the clients of closed connections. Some of these had none: it had detached before, or never attached."""
+        attached = len(self._attached)
+        self._find_closed()
+        self._unfound -= attached - len(self._attached)
+        self._looks = self._looks - 1 if self._unfound > 0 else 0
+        if not self._looks:
+            self._unfound = 0
 
     def _find_closed(self) -> None:
         """Drop the clients whose connection has closed: they cannot be sent the time."""

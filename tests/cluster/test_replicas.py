@@ -599,8 +599,9 @@ async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) 
     [pytest.param(True, False, id="disk"), pytest.param(False, True, id="lasting engines"), (False, False)],
 )
 async def test_a_router_that_has_restarted_finds_a_conversation_that_outlived_it(
-    started: Any, tmp_path: Path, disk: bool, lasting: bool
+    started: Any, tmp_path: Path, disk: bool, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet, "KILL_SECONDS", 60.0)  # the hanging engine stays for the test
     PROFILE.save(tmp_path / "profile.json")
 
     def prepare(engine: Scripted) -> None:

@@ -16,6 +16,7 @@ from fake_engine import FakeClient, engine_info
 from serving import listening
 
 from holdfast.core.types import AdapterInfo
+from holdfast.engine.client.client import AdapterError
 from holdfast.lm.models.loader import native_spec
 from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import drawn, write
@@ -113,7 +114,7 @@ async def test_a_version_that_the_engine_refuses_leaves_no_file_and_no_number(
 ) -> None:
     async with http(**config_of(root)) as api:
         await api.post("/v1/load_lora_adapter", json=PIRATE)
-        client.refuse = shared_adapters.AdapterError("a number is not finite")
+        client.refuse = AdapterError("a number is not finite")
         refused = await api.post(WEIGHTS, content=b"weights", headers=BINARY)
         client.refuse = None
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")

@@ -135,9 +135,7 @@ class TestServed:
             assert going_on.previous_response_id == answer.id
             assert (await one.responses.retrieve(answer.id)).id == answer.id  # The first key overlaps.
 
-    async def test_a_revoked_key_is_refused(
-        self, listening: Any, official: Official, store: str, keys: Stored
-    ) -> None:
+    async def test_a_revoked_key_is_refused(self, listening: Any, official: Official, store: str, keys: Stored) -> None:
         keys.add("acme", "first")
         async with listening(store=store) as server:
             api = official(server.url, "first")

@@ -24,6 +24,7 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.server.address import reserve
 from holdfast.server.config import ServerConfig
 from holdfast.server.supervisor import check
+from tests.served import free_port
 
 ROOT = Path(__file__).parents[2]
 SAID = "Hi! My name is Ada, and I like long walks on the beach with my two dogs and my cat."
@@ -43,9 +44,7 @@ class Served:
     """A server of two API processes over the built-in model."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.store, self.log = directory / "store.sqlite", directory / "log"
         files = ["--store", str(self.store), "--files", str(directory / "files")]
         sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]

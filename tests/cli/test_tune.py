@@ -201,7 +201,7 @@ def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Pa
         while len(steps()) < 10 and process.poll() is None:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
-        _, printed = process.communicate(timeout=30)
+        _, printed = process.communicate(timeout=120)
     assert process.returncode == 130 and "paused; the same command goes on with it" in printed, printed
     found = steps()
     assert found == list(range(1, len(found) + 1)) and len(found) < 240

@@ -257,7 +257,7 @@ def test_a_process_whose_successor_cannot_start_goes_on(served: Served) -> None:
 def test_a_signal_ends_all_processes_and_leaves_no_file(served: Served) -> None:
     workers = served.workers()
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(20) == 0
+    assert served.process.wait(60) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 

@@ -247,7 +247,7 @@ async def test_an_upload_that_only_announces_bytes_ends_and_leaves_its_place(
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(module.MOST_UPLOADS)]
         for _, writer in opened:
             writer.write(head + b"content-length: 400000000\r\n\r\n--B\r\n")
-        lines = await asyncio.wait_for(asyncio.gather(*(reader.readline() for reader, _ in opened)), 20)
+        lines = await asyncio.wait_for(asyncio.gather(*(reader.readline() for reader, _ in opened)), 60)
         assert {line.split()[1] for line in lines} == {b"408"}
         async with httpx.AsyncClient(base_url=server.url) as api:
             while (made := await upload(api)).status_code == 503:

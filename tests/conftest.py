@@ -13,7 +13,7 @@ import certifi
 import httpx
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from holdfast.engine import spawn
 from holdfast.engine.ranks import ranks
@@ -22,7 +22,14 @@ from tests.forked import Forking
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
-settings.register_profile("holdfast", deadline=None, derandomize=True, print_blob=True, max_examples=50)
+settings.register_profile(
+    "holdfast",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile("long", settings.get_profile("holdfast"), max_examples=200)
 settings.register_profile("fuzz", settings.get_profile("holdfast"), derandomize=False, database=None, max_examples=2000)
 settings.load_profile("holdfast")

@@ -198,8 +198,10 @@ class Clients:
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait at most `seconds` for a message. See `Parent.wait`."""
+        if self._looks:
+            seconds = LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
         if not self._arrived:
-            self._parent.wait(LOOK_SECONDS if self._looks else seconds)
+            self._parent.wait(seconds)
 
     def wake(self) -> None:
         """End a wait. May be called in any thread."""

@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import inf
 from typing import Any, get_args
 
 import msgspec
@@ -193,15 +194,22 @@ class Clients:
                     client.send(message)
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message arrives within `seconds`. See `Parent.poll`."""
-        return bool(self._arrived) or self._parent.poll(seconds)
+        """Whether a message arrives within `seconds`, or a closed connection's client is to be found soon.
+
+        See `Parent.poll`.
+        """
+        return bool(self._arrived) or self._parent.poll(min(seconds, self._longest)) or self._looks > 0
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait at most `seconds` for a message. See `Parent.wait`."""
-        if self._looks:
-            seconds = LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
         if not self._arrived:
-            self._parent.wait(seconds)
+            limit = self._longest if seconds is None else min(seconds, self._longest)
+            self._parent.wait(None if limit == inf else limit)
+
+    @property
+    def _longest(self) -> float:
+        """Most seconds to wait for a message."""
+        return LOOK_SECONDS if self._looks else inf
 
     def wake(self) -> None:
         """End a wait. May be called in any thread."""

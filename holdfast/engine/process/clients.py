@@ -200,10 +200,10 @@ class Clients:
         """
         return bool(self._arrived) or self._parent.poll(min(seconds, self._longest)) or self._looks > 0
 
-    def wait(self, seconds: float | None = None) -> None:
+    def wait(self, seconds: float = inf) -> None:
         """Wait at most `seconds` for a message. See `Parent.wait`."""
         if not self._arrived:
-            limit = self._longest if seconds is None else min(seconds, self._longest)
+            limit = min(seconds, self._longest)
             self._parent.wait(None if limit == inf else limit)
 
     @property

@@ -243,6 +243,33 @@ async def test_waiting_for_suspects_ends_with_the_last_of_them_and_with_the_serv
         await here.ended(id)
 
 
+async def test_a_start_waits_for_a_look_at_earlier_batches_that_has_begun(tmp_path: Path) -> None:
+    async with server(tmp_path, poisoned(hold=asyncio.Event())) as here:
+        await here.submit([line("a")])
+        await until(lambda: here.client.asked)
+        await here.kill()
+    late = Server(tmp_path, poisoned(hold=asyncio.Event()))
+    run, taken, goes_on = late.store.run, asyncio.Event(), asyncio.Event()
+
+    async def run_late(work: Any, *given: Any) -> Any:
+        found = await run(work, *given)
+        taken.set()
+        await goes_on.wait()
+        return found
+
+    late.batches._store.run = run_late  # type: ignore[method-assign]
+    looking = asyncio.create_task(late.batches._adopt())
+    await taken.wait()
+    starting = asyncio.create_task(late.batches.start())
+    await asyncio.sleep(0.1)
+    assert not starting.done()
+    goes_on.set()
+    await starting
+    assert late.batches.runner.running
+    await looking
+    await late.close()
+
+
 def test_an_attempt_is_suspected_or_given_up_by_its_counts() -> None:
     def said(died: int, cut: int) -> tuple[bool, bool]:
         attempt = Attempt(died=died, cut=cut)

@@ -70,6 +70,7 @@ class Batches:
         self._tick_seconds = tick
         self._ticking: asyncio.Task[None] | None = None
         self._adopting = asyncio.Lock()
+        """Held while work of ended servers is taken over."""
         self._started = asyncio.Event()
         """Set once the batches of an earlier server have been taken over."""
         self._warned = False

@@ -151,6 +151,7 @@ class Tuning:
         self.runner = TuningRunner(service, files, self._open_directory(), now, lines_cleared or no_lines)
         self._ticking: asyncio.Task[None] | None = None
         self._adopting = asyncio.Lock()
+        """Held while work of ended servers is taken over."""
         self._closed = False
 
     async def start(self) -> None:

@@ -105,6 +105,7 @@ class Training:
         """Ids of models that are being stored and do not run yet."""
         self._ticking: asyncio.Task[None] | None = None
         self._adopting = asyncio.Lock()
+        """Held while work of ended servers is taken over."""
         self._closed = False
 
     async def start(self) -> None:

@@ -170,6 +170,7 @@ class CallSource(Source):
     """A driven job: each step is a call of its owner."""
 
     steps: CallSteps
+    files: CallFiles
 
     def __init__(
         self,

@@ -10,9 +10,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from holdfast.engine import spawn
 from holdfast.engine.ranks import ranks
@@ -21,7 +22,14 @@ from tests.forked import Forking
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
-settings.register_profile("holdfast", deadline=None, derandomize=True, print_blob=True, max_examples=50)
+settings.register_profile(
+    "holdfast",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile("long", settings.get_profile("holdfast"), max_examples=200)
 settings.register_profile("fuzz", settings.get_profile("holdfast"), derandomize=False, database=None, max_examples=2000)
 settings.load_profile("holdfast")
@@ -77,6 +85,15 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(file))
         patch.delenv("SSL_CERT_DIR", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_clients() -> Iterator[None]:
+    """HTTP clients that name no limit wait for as long as pytest does, and not for 5 s: a machine may be that slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("connect", "read", "write", "pool"):
+            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, limit, 300.0)
         yield
 
 

@@ -37,6 +37,8 @@ class FakeTuner:
         self.seconds = 0.0
         self.untold = 0
         """Steps from which on nothing is told any more, as if the engine were killed between storing and telling."""
+        self.waits_at, self.goes_on = 0, asyncio.Event()
+        """The step that begins only when a test says so: whatever the test does before, the job runs by then."""
         self.refuse = ""
         self.breaks_at = 0
         """The step at which a job fails."""
@@ -129,6 +131,8 @@ class FakeTuner:
         place = directory / "checkpoints" / str(info.steps)
         for step in range(info.step + 1, info.steps + 1):
             await asyncio.sleep(self.seconds)
+            if step == self.waits_at:
+                await self.goes_on.wait()
             await self._may_run[order.id].wait()
             if step == self.kills_at and self.poison and self._is_poisoned(directory):
                 self.kill("the engine ended by signal 11 (SIGSEGV)")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,16 @@ processes: Any = subprocess
 def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
+
+
+def free_port() -> int:
+    """A port below those that the kernel gives to whoever asks for any, so that no other test gets it meanwhile."""
+    with socket.socket() as probe:
+        for port in range(10_000 + os.getpid() % 10_000, 32_000):
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise RuntimeError("no port is free")
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ DIRECTORY/calls/00000007.refused      the reason why call 7 was refused: it chan
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -30,18 +31,24 @@ class JobFiles:
 
 
 class CallFiles(JobFiles):
-    """The files of a driven job's calls and results. For one thread.
+    """The files of a driven job's calls and results. For one thread, but for `read_by_all`.
 
-    A call's file may go once a state on the disk includes the call. The result must then be on the disk, because
-    nothing computes it again.
+    A call's file may go once a state on the disk includes the call, and all ranks have read it. The result must then be
+    on the disk, because nothing computes it again.
     """
 
-    def __init__(self, directory: Path, done: int) -> None:
+    def __init__(self, directory: Path, done: int, *, followed: bool = False) -> None:
         """`done` is the number of calls that the newest state includes, which may be in the host's memory only.
 
-        A result may not be on the disk while its call has a file.
+        A result may not be on the disk while its call has a file. `followed` says whether other ranks read the calls.
         """
         self._directory, self._synced = directory, min(call_numbers(directory), default=done)
+        self._read: float = done if followed else math.inf
+        """The number of the first call that another rank may still have to read."""
+
+    def read_by_all(self, stop: int) -> None:
+        """Record that all ranks have read the calls before number `stop`."""
+        self._read = stop if self._read < stop else self._read
 
     def sync(self, stop: int) -> None:
         for number in range(self._synced, stop):
@@ -54,7 +61,7 @@ class CallFiles(JobFiles):
         self._synced = max(stop, self._synced)
 
     def forget(self, stop: int) -> None:
-        delete_calls(self._directory, stop)
+        delete_calls(self._directory, int(min(stop, self._read)))
 
     def remove(self) -> None:
         for folder in (CALLS, RESULTS):

@@ -170,14 +170,26 @@ class CallSource(Source):
     """A driven job: each step is a call of its owner."""
 
     steps: CallSteps
+    files: CallFiles
 
     def __init__(
-        self, directory: Path, steps: CallSteps, layout: AdapterLayout, state: State, limits: Limits, known: int
+        self,
+        directory: Path,
+        steps: CallSteps,
+        layout: AdapterLayout,
+        state: State,
+        limits: Limits,
+        known: int,
+        *,
+        followed: bool,
     ) -> None:
-        """`limits` are those of a datum. The owner has the results of the first `known` calls."""
+        """`limits` are those of a datum. The owner has the results of the first `known` calls.
+
+        `followed` says whether other ranks compute the calls, too.
+        """
         self.steps, self._directory, self._layout = steps, directory, layout
         self._limits, self._known, self.updates = limits, known, state.ledger.updates
-        self.files = CallFiles(directory, state.step)
+        self.files = CallFiles(directory, state.step, followed=followed)
         self._calls: dict[int, PreparedCall] = {}
         """The calls that are not done."""
         self._refused: dict[int, str] = {}
@@ -250,6 +262,8 @@ class CallSource(Source):
 
     def done(self, step: int, outputs: Sequence[Output], device: Device, began: float) -> DoneCall:
         done = self._done(step, began)
+        if self._calls[step].saved is None:  # all ranks have added to its sums; what a call loads, each reads alone
+            self.files.read_by_all(step + 1)
         if step in self._norms:
             norm = device.to_host(self._norms.pop(step)[None])[0]
             return replace(done, metrics={"grad_norm": norm}, replays=True)

@@ -260,7 +260,8 @@ class Trainer(Device):
         spec = self._model.decoder
         limits = Limits(spec.vocab_size, min(spec.max_positions, job.hyperparameters.micro_batch))
         steps = CallSteps(job, layer_halves(spec), done=state.step)
-        return CallSource(directory, steps, layout, state, limits, known)
+        followed = self._model.group is not None or self._stages.several
+        return CallSource(directory, steps, layout, state, limits, known, followed=followed)
 
     # Calls of driven jobs
 

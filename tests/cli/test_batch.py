@@ -171,10 +171,10 @@ def test_a_run_that_is_killed_or_stopped_continues_here_with_the_same_command(ch
             while answered() < least and process.poll() is None:
                 time.sleep(0.01)
             os.kill(process.pid, how)
-            _, printed = process.communicate(timeout=30)
+            _, printed = process.communicate(timeout=120)
             assert process.returncode == code, printed
         assert (how is signal.SIGKILL) or "the same command goes on with it" in printed
-        least = answered() + 4
+        least = min(answered() + 4, len(given) - 2)  # the long ones still run
     with command(*words) as done:
         _, printed = done.communicate()
     assert done.returncode == 0, printed

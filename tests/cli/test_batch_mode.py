@@ -253,7 +253,7 @@ async def test_events_missed_while_the_stream_was_broken_are_fetched(monkeypatch
     batching.show()
     await batching.submit('["A", "B", "C"]', 0, "m", None)
     place.state = "expired"
-    await asyncio.wait_for(batching.finished(), 5)
+    await asyncio.wait_for(batching.finished(), 60)
     assert shown == [
         "batch_1  ·  expired  ·  2 of 3 answered\n[1] A\ngood\n[2] B\n(late)\n[3] C\n(no answer)",
     ]

@@ -121,7 +121,7 @@ def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
         next(iter(stream))
         serving.process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        assert serving.process.wait(timeout=30) == 0
+        assert serving.process.wait(timeout=60) == 0
 
 
 def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint
         os.kill(serving.engine_pid(), signal.SIGKILL)
         with pytest.raises(openai.APIError, match="engine has stopped"):
             list(stream)
-        assert serving.process.wait(timeout=30) == 1
+        assert serving.process.wait(timeout=60) == 1
         assert serving.process.stderr is not None
         (reason,) = serving.process.stderr.read().splitlines()
         assert reason.startswith("holdfast: the engine has ended")

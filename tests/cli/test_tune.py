@@ -67,7 +67,7 @@ async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_g
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = tuning_client()
-    client.tuner.seconds = 0.01
+    client.tuner.waits_at = 10
     file, held_out = written(tmp_path, *examples(80)), written(tmp_path, *examples(2), name="held.jsonl")
     async with listening(client) as server:
         config = TuneConfig(url=server.url, epochs=5, validation=held_out)
@@ -79,6 +79,7 @@ async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_g
         assert "paused; the same command goes on with it" in capsys.readouterr().err
         while [action for _, action in client.tuner.changes] != ["pause"]:
             await asyncio.sleep(0.01)
+        client.tuner.goes_on.set()
         with pytest.raises(UsageError, match="or an option, has changed since"):
             await tune.run(TuneConfig(url=server.url, epochs=6), EngineConfig(), file, "tiny")
         written(tmp_path, *examples(3), name="held.jsonl")
@@ -201,7 +202,7 @@ def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Pa
         while len(steps()) < 10 and process.poll() is None:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
-        _, printed = process.communicate(timeout=30)
+        _, printed = process.communicate(timeout=120)
     assert process.returncode == 130 and "paused; the same command goes on with it" in printed, printed
     found = steps()
     assert found == list(range(1, len(found) + 1)) and len(found) < 240

@@ -470,7 +470,7 @@ async def test_the_server_ends_when_no_replica_can_start(started: Any) -> None:
     replicas = await started(scripts)
     for engine in scripts.engines:
         engine.die()
-    await asyncio.wait_for(replicas.dead.wait(), 10)
+    await asyncio.wait_for(replicas.dead.wait(), 60)
     assert "no memory is left" in replicas.reason
     with pytest.raises(EngineDead, match="no memory is left"):
         await read(replicas)
@@ -600,8 +600,9 @@ async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) 
     [pytest.param(True, False, id="disk"), pytest.param(False, True, id="lasting engines"), (False, False)],
 )
 async def test_a_router_that_has_restarted_finds_a_conversation_that_outlived_it(
-    started: Any, tmp_path: Path, disk: bool, lasting: bool
+    started: Any, tmp_path: Path, disk: bool, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet, "KILL_SECONDS", 60.0)  # the hanging engine stays for the test
     PROFILE.save(tmp_path / "profile.json")
 
     def prepare(engine: Scripted) -> None:
@@ -723,7 +724,7 @@ async def test_a_request_continues_with_its_version_on_an_engine_that_starts_aft
     assert len(await reading) == FOUR.max_tokens
     assert scripts.engines[1].asked[0].request.identity.adapter == "a@/1"
     assert scripts.engines[1].versions == {"a@/2"}, "the version before has no request any more"
-    await asyncio.wait_for(replicas.forgotten("a@/1"), 5)
+    await asyncio.wait_for(replicas.forgotten("a@/1"), 60)
 
 
 async def test_all_requests_of_one_hold_have_one_version(started: Any) -> None:

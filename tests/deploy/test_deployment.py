@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +44,7 @@ from holdfast.server.keys.accounts import KeyMetrics
 from holdfast.server.metrics import Metrics
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.run import open_store
+from tests.served import free_port
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
 RAY = [*yaml.safe_load_all((DEPLOY / "ray" / "raycluster.yaml").read_text())]
@@ -89,9 +89,7 @@ def metrics() -> set[str]:
 @contextmanager
 def running(prometheus: str, place: Path) -> Iterator[str]:
     """Run Prometheus with the configuration in a directory. Yields its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         prometheus, "--config.file=prometheus.yml", f"--web.listen-address={address}",
         "--storage.tsdb.path=data", "--log.level=error",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +16,8 @@ import serving
 from deployed import DEPLOY, program
 from fake_engine import FakeClient
 
+from tests.served import free_port
+
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -28,12 +29,6 @@ class Behind:
     api: httpx.AsyncClient
     clients: list[FakeClient]
     addresses: list[str]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def nginx_command(place: Path, addresses: list[str], port: int) -> list[str]:
@@ -101,7 +96,7 @@ class TestProxies:
                 lines = answer.aiter_lines()
                 text = ""
                 while "Ahoy" not in text and client.words[0] not in text:
-                    text += await asyncio.wait_for(anext(lines), 10)
+                    text += await asyncio.wait_for(anext(lines), 60)
                 assert "[DONE]" not in text, "the engine still holds the second token"
                 for client in behind.clients:
                     assert client.hold is not None

@@ -106,6 +106,8 @@ FEW_TOKENS = [
 CASES.append(FEW_TOKENS[0])
 PADDED = [*CASES, MIN_TOKENS]
 WHOLE = [*CASES, MIN_TOKENS, *GRAMMARS]
+ON_RANKS = [CASES[0], *CASES[5:15:3], CASES[14], MIN_TOKENS, *GRAMMARS[2:]]
+"""Ranks share the draws of one process, so that a few cases show that each option reaches them."""
 
 BLOCK = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * SIZES["head_dim"] * 16 * 4
 """Bytes of a block of 16 positions."""
@@ -116,8 +118,8 @@ ENGINES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "padded": ({"executor": "padded"}, PADDED),
     "drafts": (DRAFTS, FEW_TOKENS),
     "draft head": (HEAD, FEW_TOKENS),
-    "tp 2": ({"tp": 2}, WHOLE),
-    "pp 2": ({"pp": 2}, WHOLE),
+    "tp 2": ({"tp": 2}, ON_RANKS),
+    "pp 2": ({"pp": 2}, ON_RANKS),
     "small chunks": ({"token_budget": 16, "max_adapters": 2}, []),
     "preempted": ({"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 0.0, "max_sequences": 8, "max_adapters": 2}, []),
     "swapped": ({"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 0.002, "max_sequences": 8, "max_adapters": 2}, []),

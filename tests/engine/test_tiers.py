@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import threading
 import time
 from functools import partial
@@ -23,6 +22,7 @@ from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.moves.messages import ChunksFound
 from holdfast.lm.parts.tiers.planner import TierPart
 from tests.checkpoints import make
+from tests.served import free_port
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
@@ -57,7 +57,7 @@ def answers(engine, prompts=PROMPTS, name="", tenant="", at_once=False):
                 cached[place] = output.cached_tokens
             if not (loop.stats().waiting or loop.stats().running):
                 break
-            assert time.monotonic() < arrival + 30
+            assert time.monotonic() < arrival + 120
     return tokens, cached
 
 
@@ -203,8 +203,7 @@ def test_engines_share_blocks_that_one_of_them_put_into_the_remote_tier(tiny):
 def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_comes(tiny, monkeypatch, caplog):
     fakeredis = pytest.importorskip("fakeredis")
     monkeypatch.setattr(tiers, "TierThreads", partial(TierThreads, pause=0.02))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     remote = {"remote_cache": f"redis://:secret@127.0.0.1:{port}/0", "disk_cache_dir": None}
     woken = threading.Event()
     with caplog.at_level(logging.WARNING, "holdfast.engine"):
@@ -218,7 +217,7 @@ def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_
     service = fakeredis.TcpFakeServer(("127.0.0.1", port), server_type="redis")
     threading.Thread(target=service.serve_forever, daemon=True).start()
     caplog.clear()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while engine.loop.stats().remote_bytes_written < 6 * BLOCK:  # idle: found blocks wake it
         assert woken.wait(deadline - time.monotonic())
         woken.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,10 +14,12 @@ import serving
 from fake_engine import FakeClient
 from postgresql_server import empty_schema, postgresql_server
 
+from holdfast.server import shared_adapters
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.run import open_store
+from holdfast.server.shared_adapters import SharedAdapters
 
 KIND = {"content-type": "application/json"}
 
@@ -48,6 +51,46 @@ def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
 def listening(client: FakeClient) -> Callable[..., Any]:
     """The real server over the fake client, on a free port: `async with listening(drain_seconds=...) as server`."""
     return partial(serving.listening, client)
+
+
+class Looks:
+    """The module `asyncio` as `shared_adapters` sees it. Servers look at the store often.
+
+    A change waits until each server has looked at the store after it, instead of for the seconds in which each does.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._looks = dict[SharedAdapters, int]()
+        begin, sync = SharedAdapters.begin, SharedAdapters.sync
+
+        def begin_noted(server: SharedAdapters) -> None:
+            begin(server)
+            if server._following is not None:
+                self._looks[server] = 0
+
+        async def sync_noted(server: SharedAdapters) -> None:
+            await sync(server)
+            if server in self._looks:
+                self._looks[server] += 1
+
+        monkeypatch.setattr(SharedAdapters, "begin", begin_noted)
+        monkeypatch.setattr(SharedAdapters, "sync", sync_noted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        wanted = {server: looks + 2 for server, looks in self._looks.items()}  # one may be under way
+        await asyncio.sleep(0.005)
+        if seconds == shared_adapters.KNOWN_SECONDS:
+            while any(self._looks[server] < looks for server, looks in wanted.items()):
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of the same engines learn of each other's adapters soon, on a slow machine, too."""
+    monkeypatch.setattr(shared_adapters, "asyncio", Looks(monkeypatch))
 
 
 @pytest.fixture(scope="session")

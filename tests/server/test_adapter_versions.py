@@ -16,9 +16,9 @@ from fake_engine import FakeClient, engine_info
 from serving import listening
 
 from holdfast.core.types import AdapterInfo
+from holdfast.engine.client.client import AdapterError
 from holdfast.lm.models.loader import native_spec
 from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
-from holdfast.server import shared_adapters
 from tests.adapters import drawn, write
 from tests.served import CONFIG, Serving, eventually, make_checkpoint, serve
 
@@ -114,7 +114,7 @@ async def test_a_version_that_the_engine_refuses_leaves_no_file_and_no_number(
 ) -> None:
     async with http(**config_of(root)) as api:
         await api.post("/v1/load_lora_adapter", json=PIRATE)
-        client.refuse = shared_adapters.AdapterError("a number is not finite")
+        client.refuse = AdapterError("a number is not finite")
         refused = await api.post(WEIGHTS, content=b"weights", headers=BINARY)
         client.refuse = None
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
@@ -189,9 +189,8 @@ async def test_unloading_deletes_the_files_and_a_new_load_begins_at_version_one(
         assert (await api.get("/v1/adapters/pirate")).json()["version"] == 1
 
 
-async def test_servers_of_the_same_engines_count_the_same_versions(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_adapters, "SYNC_SECONDS", 0.02)
-    monkeypatch.setattr(shared_adapters, "KNOWN_SECONDS", 0.5)
+@pytest.mark.usefixtures("look_often")
+async def test_servers_of_the_same_engines_count_the_same_versions(root: Path) -> None:
     engines = [FakeClient(info=engine_info(adapter_slots=2), adopts=True) for _ in range(2)]
     async with AsyncExitStack() as held:
         apis = []

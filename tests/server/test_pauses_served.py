@@ -65,24 +65,24 @@ def test_an_announced_turn_finds_its_state_on_the_device() -> None:
         assert serving.gauge("blocks_ahead_used_total") >= 10
 
 
-def test_the_turn_after_a_tool_call_finds_on_the_device_what_only_the_disk_had(tmp_path: Path) -> None:
+def test_an_announced_turn_finds_on_the_device_what_only_the_disk_had(tmp_path: Path) -> None:
     """The device has room for 91 blocks and the host for 183. The other chats have more than 200."""
     disk = ("--disk-cache-dir", str(tmp_path / "disk"), "--disk-cache-gb", "0.5")
     options = ("--device", "cpu", "--cache-gb", "0.012", "--host-cache-gb", "0.024", "--store", "memory", *disk)
-    with started(*options) as serving:
-        first = chat(
-            serving, ASKED, tools=[ADD], tool_choice="required", max_tokens=60, extra_body={"expected_pause_ms": 30_000}
-        )
-        (call,) = first.choices[0].message.tool_calls
+    with started(*options) as serving, serving.client() as client:
+        conversation = client.conversations.create().id
+        turn: dict[str, Any] = {"model": MODEL, "conversation": conversation, "max_output_tokens": 8}
+        client.responses.create(input=ASKED, **turn)
         fill(serving, 24)
         assert serving.gauge("disk_bytes_read_total") == serving.gauge("blocks_swapped_in_ahead_total") == 0
-        eventually(lambda: serving.gauge("blocks_swapped_in_ahead_total") >= 18)
-        block_bytes = serving.gauge("disk_bytes_written_total") / serving.gauge("disk_blocks_cached")
-        assert serving.gauge("disk_bytes_read_total") == 18 * block_bytes
-        result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
-        second = chat(serving, [*ASKED, first.choices[0].message, result], tools=[ADD], max_tokens=8)
-        found = second.usage.prompt_tokens_details
-        assert found.cached_tokens == 18 * 16
+        tokens = httpx.post(f"{serving.url}/v1/conversations/{conversation}/warm").json()["tokens"]
+        assert tokens > 200
+        eventually(lambda: serving.gauge("blocks_swapped_in_ahead_total") >= tokens // 16)
+        block_bytes = serving.gauge("disk_bytes_read_total") / (tokens // 16)
+        written, kept = "disk_bytes_written_total", "disk_blocks_cached"
+        eventually(lambda: serving.gauge(written) == serving.gauge(kept) * block_bytes)  # others are still written
+        found = client.responses.create(input="Thanks.", **turn).usage.input_tokens_details
+        assert found.cached_tokens == tokens // 16 * 16
         assert getattr(found, "cached_tokens_by_tier", None) is None, "all of it was on the device"
         assert serving.gauge("prefix_tokens_hit_on_disk_total") == 0
-        assert serving.gauge("blocks_ahead_used_total") == 18
+        assert serving.gauge("blocks_ahead_used_total") == tokens // 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 
 import httpx
@@ -67,5 +67,7 @@ async def test_a_store_that_does_not_answer_in_time_makes_a_server_unready(
 ) -> None:
     async with http(health_seconds=0.05) as api:
         with monkeypatch.context() as patch:
-            patch.setattr(Leases, "elsewhere", lambda *_: time.sleep(0.3))
+            goes_on = threading.Event()
+            patch.setattr(Leases, "elsewhere", lambda *_: goes_on.wait())
             assert (await api.get("/health/ready")).json()["reason"] == "store hangs"
+            goes_on.set()

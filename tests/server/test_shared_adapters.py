@@ -14,7 +14,6 @@ from serving import listening
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine.client.client import AdapterError
-from holdfast.server import shared_adapters
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PIRATE = {"lora_name": "pirate", "lora_path": "pirate"}
@@ -28,11 +27,7 @@ def engines() -> tuple[FakeClient, FakeClient]:
 
 
 @pytest.fixture
-async def two(
-    engines: tuple[FakeClient, FakeClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Two]:
-    monkeypatch.setattr(shared_adapters, "SYNC_SECONDS", 0.02)
-    monkeypatch.setattr(shared_adapters, "KNOWN_SECONDS", 0.5)
+async def two(engines: tuple[FakeClient, FakeClient], tmp_path: Path, look_often: None) -> AsyncIterator[Two]:
     (tmp_path / "root" / "pirate").mkdir(parents=True)
     async with AsyncExitStack() as held:
         clients = []
@@ -68,7 +63,7 @@ async def test_another_load_under_the_same_name_replaces_the_adapter_everywhere(
     for body in (PIRATE, {**PIRATE, "load_inplace": True}):
         assert (await two[0].post(LOAD, json=body)).status_code == 200
     assert [replaces for _, _, replaces in engines[1].loaded] == [False, True]
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # for several looks at the store
     assert len(engines[0].loaded) == len(engines[1].loaded) == 2, "nothing is loaded again"
 
 

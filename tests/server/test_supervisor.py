@@ -24,6 +24,7 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.server.address import reserve
 from holdfast.server.config import ServerConfig
 from holdfast.server.supervisor import check
+from tests.served import free_port
 
 ROOT = Path(__file__).parents[2]
 SAID = "Hi! My name is Ada, and I like long walks on the beach with my two dogs and my cat."
@@ -43,9 +44,7 @@ class Served:
     """A server of two API processes over the built-in model."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.store, self.log = directory / "store.sqlite", directory / "log"
         files = ["--store", str(self.store), "--files", str(directory / "files")]
         sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
@@ -67,7 +66,7 @@ class Served:
         """Send a request on a connection of its own, so that any API process may get it; again if one is killed."""
         for _ in range(100):
             try:
-                return httpx.request(method, f"{self.url}{path}", timeout=30, **options)
+                return httpx.request(method, f"{self.url}{path}", timeout=60, **options)
             except httpx.TransportError:
                 time.sleep(0.1)
         raise TimeoutError(path)
@@ -98,7 +97,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def reached(server: Served) -> bool:
     try:
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -161,7 +160,7 @@ class Load:
             thread.join()
 
     def _ask(self, keeps: bool) -> None:
-        with httpx.Client(base_url=self.url, timeout=30) as kept:
+        with httpx.Client(base_url=self.url, timeout=60) as kept:
             while not self._stop.is_set():
                 try:
                     answer = (kept if keeps else httpx).get(f"{self.url}/v1/models")
@@ -258,7 +257,7 @@ def test_a_process_whose_successor_cannot_start_goes_on(served: Served) -> None:
 def test_a_signal_ends_all_processes_and_leaves_no_file(served: Served) -> None:
     workers = served.workers()
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(20) == 0
+    assert served.process.wait(60) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 

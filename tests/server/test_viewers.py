@@ -38,7 +38,7 @@ def activity(number: int = 0, *, begins: bool = False) -> Activity:
 
 
 async def next_event(events: AsyncGenerator[bytes, None]) -> tuple[str, Any]:
-    kind, data = (await asyncio.wait_for(anext(events), 5)).decode().rstrip("\n").split("\n", 1)
+    kind, data = (await asyncio.wait_for(anext(events), 60)).decode().rstrip("\n").split("\n", 1)
     return kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 

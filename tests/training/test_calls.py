@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.training_cost import PLAIN
 from holdfast.training import calls, framed
+from holdfast.training.call_files import CallFiles
 from holdfast.training.calls import (
     CALL_FILE,
     Call,
@@ -400,6 +401,24 @@ def test_deleting_leaves_later_calls_and_other_files(tmp_path: Path) -> None:
     delete_results(tmp_path, 10)
     assert call_numbers(tmp_path) == [2, 10] and result_numbers(tmp_path) == [10]
     assert (tmp_path / "calls" / "note.bin").exists()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_file_that_another_rank_may_still_read_outlasts_the_state_that_includes_its_call(
+    tmp_path: Path, followed: bool
+) -> None:
+    for number in range(1, 5):
+        write_call(tmp_path, Call(number=number, kind="optimize"))
+    files = CallFiles(tmp_path, 2, followed=followed)
+    files.forget(4)
+    assert call_numbers(tmp_path) == ([2, 3, 4] if followed else [4])
+    files.read_by_all(3)
+    files.read_by_all(1)
+    files.forget(4)
+    assert call_numbers(tmp_path) == ([3, 4] if followed else [4])
+    files.read_by_all(9)
+    files.forget(4)
+    assert call_numbers(tmp_path) == [4]
 
 
 def steps_for(micro_batch: int = 2048, done: int = 0) -> CallSteps:

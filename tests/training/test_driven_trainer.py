@@ -411,7 +411,7 @@ def test_a_state_is_stored_only_after_the_results_of_its_calls(
     write, write_files = DoneCall.write, Storage._write_files
 
     def late(done: DoneCall) -> None:
-        slow.wait(20)
+        slow.wait(60)
         write(done)
 
     def look(storage: Storage, *given: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -181,24 +182,46 @@ def assert_gradients_are_peft_s(
         assert float((found - parameter.grad).norm() / parameter.grad.norm()) < max(1e-4, most / 4)
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
-@pytest.mark.parametrize(("family", "modules"), CASES)
+def in_turns(first: bool, cases: Sequence[Any]) -> list[Any]:
+    """The cases, with activations kept and computed again. Every other one of both runs always, and the rest is long.
+
+    `first` says whether they are kept in the first one that runs always.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            keep,
+            id=f"{'-'.join((case[0], *case[1])) if isinstance(case, tuple) else case}-{'kept' if keep else 'again'}",
+            marks=[] if (at % 2 == 0) == (keep == first) else [pytest.mark.long],
+        )
+        for at, case in enumerate(cases)
+        for keep in (True, False)
+    ]
+
+
+@pytest.mark.parametrize(("family", "modules", "keep"), in_turns(True, CASES))
 def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
     module, model = base_of(family, tmp_path)
     assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep)
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
-@pytest.mark.parametrize(("family", "modules"), CASES)
+@pytest.mark.parametrize(("family", "modules", "keep"), in_turns(False, CASES))
 def test_gradients_of_a_dora_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
     module, model = base_of(family, tmp_path)
     assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep, dora=True, most=5e-5)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_gradients_of_recurrent_layers_are_peft_s(family: str, keep: bool, dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "keep"), in_turns(True, [*HYBRIDS]))
+def test_gradients_of_recurrent_layers_are_peft_s(family: str, keep: bool, tmp_path: Path) -> None:
+    assert_recurrent_gradients_are_peft_s(family, tmp_path, keep=keep, dora=False)
+
+
+@pytest.mark.parametrize(("family", "keep"), in_turns(False, [*HYBRIDS]))
+def test_gradients_of_a_dora_of_recurrent_layers_are_peft_s(family: str, keep: bool, tmp_path: Path) -> None:
+    assert_recurrent_gradients_are_peft_s(family, tmp_path, keep=keep, dora=True)
+
+
+def assert_recurrent_gradients_are_peft_s(family: str, tmp_path: Path, *, keep: bool, dora: bool) -> None:
     module, model = base_of(family, tmp_path)
     examples = [*drawn_examples(3), *drawn_examples(2, seed=2, longest=90)]
     # These gradients are up to 50 times as large as those of attention, and PEFT's own rounding with them.

@@ -16,7 +16,7 @@ from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.peft_files import LoraPair, read_peft
 from holdfast.training.iteration import arena_of
 from holdfast.training.trainer import Trainer
-from tests.long import then_long
+from tests.long import long_unless, then_long
 from tests.ranks import Rank, in_ranks
 from tests.tuning import BASE, act, advance, cache_of, drawn_examples, finish, native, new_job
 
@@ -38,7 +38,7 @@ OPEN: list[object] = []
 """Links whose messages may still be on their way."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=then_long(1, ["llama", "qwen3"]))
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("base") / "model"
     native(request.param, directory, **SIZES)
@@ -112,7 +112,20 @@ def assert_equal_pairs(found: Pairs, expected: Pairs) -> None:
             torch.testing.assert_close(found[key].magnitude, pair.magnitude, atol=5e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.suffix)
+@pytest.mark.parametrize(
+    ("base", "layout"),
+    then_long(
+        4,
+        [
+            *(("llama", layout) for layout in (LAYOUTS[1], *LAYOUTS[3:])),  # the others are parts of these
+            ("qwen3", LAYOUTS[3]),
+            *(("llama", layout) for layout in (LAYOUTS[0], LAYOUTS[2])),
+            *(("qwen3", layout) for layout in LAYOUTS if layout != LAYOUTS[3]),
+        ],
+    ),
+    ids=lambda each: each if isinstance(each, str) else each.suffix,
+    indirect=["base"],
+)
 def test_losses_and_the_adapter_are_those_of_one_rank(layout: Layout, base: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(validation=drawn_examples(5, seed=2), epochs=3)
     expected, pairs = trained(Layout(), base, new_job(tmp_path, name="alone", **options), finish)
@@ -143,7 +156,7 @@ def test_norms_over_the_heads_of_all_ranks_are_tuned_as_on_one_rank(layout: Layo
     assert_equal_pairs(theirs, pairs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.suffix)
+@pytest.mark.parametrize("layout", long_unless(lambda at: at in (1, 3), LAYOUTS), ids=lambda layout: layout.suffix)
 @pytest.mark.parametrize("family", then_long(1, ["llama", "phi3"]))
 def test_a_dora_is_tuned_as_on_one_rank(family: str, layout: Layout, tmp_path: Path) -> None:
     """With four ranks, two hold each KV head; each rank has a part of each row of o and down."""

@@ -65,7 +65,7 @@ def test_a_slow_disk_delays_reports_and_no_step(
     write, free, written = StateFiles.write, threading.Event(), list[int]()
 
     def slow(self: StateFiles, state: State) -> None:
-        assert free.wait(20)
+        assert free.wait(60)
         written.append(state.step)
         write(self, state)
 
@@ -89,7 +89,7 @@ def test_a_job_is_settled_when_its_last_state_is_written_and_waiters_are_woken_a
     write, free, found = StateFiles.write, threading.Event(), list[tuple[bool, bool]]()
 
     def slow(self: StateFiles, state: State) -> None:
-        assert free.wait(20)
+        assert free.wait(60)
         write(self, state)
 
     woken = threading.Event()
@@ -106,7 +106,7 @@ def test_a_job_is_settled_when_its_last_state_is_written_and_waiters_are_woken_a
         advance(trainer, "job", 1)
     assert trainer.next_slice("job")[0] == 1 and not trainer.has_reports and trainer.is_resident("job")
     free.set()
-    assert woken.wait(20) and found == [(True, True)]
+    assert woken.wait(60) and found == [(True, True)]
     act(trainer, "job", "offload")
     assert not trainer.is_resident("job")
 
@@ -119,7 +119,7 @@ class HeldWriter:
         write = StateFiles.write
 
         def held(files: StateFiles, state: State) -> None:
-            assert self.free.wait(20)
+            assert self.free.wait(60)
             self.steps.append(state.step)
             write(files, state)
 

@@ -195,8 +195,8 @@ class ChunkService:
                     if block is None:
                         peer.send(Kind.MISSING)
                     else:
+                        self._bytes_out += self._terms.block_bytes  # counted by the time that the other engine has them
                         peer.send(Kind.CHUNK, *self._blocks[block])
-                        self._bytes_out += self._terms.block_bytes
                 self._moves.call(loans[number].end)
         finally:
             for loan in loans:

@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import inf
 from typing import Any, get_args
 
 import msgspec
@@ -45,7 +46,9 @@ CHECK_SECONDS = 1.0
 MOST_CLIENTS = 256
 """Most clients that are attached at a time."""
 CLOSING_SECONDS = 0.001
-"""Seconds between the report that a connection has closed and the time at which sending to it fails."""
+"""Usual seconds between the report that a connection has closed and the time at which sending to it fails."""
+LOOKS, LOOK_SECONDS = 5, 0.01
+"""Most looks for the client of a closed connection, and most seconds between two: on a busy machine it takes longer."""
 LEFT_SECONDS = 120.0
 """Seconds for which new clients learn that a server has left."""
 MARK = ":"
@@ -157,6 +160,8 @@ class Clients:
         self._held = HeldRequests()
         self._left: dict[str, float] = {}
         """Time at which a server left, by name, for LEFT_SECONDS."""
+        self._unfound, self._looks = 0, 0
+        """Number of closed connections whose clients were not found yet, and of looks for them that are left."""
         self._checked_at = 0.0
         self._drains: list[messages.Drain] = []
         """The orders to drain that were not answered yet."""
@@ -189,13 +194,22 @@ class Clients:
                     client.send(message)
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message arrives within `seconds`. See `Parent.poll`."""
-        return bool(self._arrived) or self._parent.poll(seconds)
+        """Whether a message arrives within `seconds`, or a closed connection's client is to be found soon.
 
-    def wait(self, seconds: float | None = None) -> None:
+        See `Parent.poll`.
+        """
+        return bool(self._arrived) or self._parent.poll(min(seconds, self._longest)) or self._looks > 0
+
+    def wait(self, seconds: float = inf) -> None:
         """Wait at most `seconds` for a message. See `Parent.wait`."""
         if not self._arrived:
-            self._parent.wait(seconds)
+            limit = min(seconds, self._longest)
+            self._parent.wait(None if limit == inf else limit)
+
+    @property
+    def _longest(self) -> float:
+        """Most seconds to wait for a message."""
+        return LOOK_SECONDS if self._looks else inf
 
     def wake(self) -> None:
         """End a wait. May be called in any thread."""
@@ -210,13 +224,13 @@ class Clients:
         """The messages that have arrived. Does not wait for more. Raises ValueError if the parent's is invalid."""
         for message in self._parent.waiting():
             self._take(self._first, message)
-        closed = self._door.take_closings()
-        if closed:
+        if closed := self._door.take_closings():
+            self._unfound, self._looks = self._unfound + closed, LOOKS
             time.sleep(CLOSING_SECONDS)
         for key, data in self._door.waiting():
             self._read(key, data)
-        if closed:
-            self._find_closed()
+        if self._looks:
+            self._look_for_closed()
         self._check_silence()
         self._answer_drains()
         while self._arrived:
@@ -366,6 +380,15 @@ class Clients:
             for sender, message in self._arrived
             if sender is not client or (isinstance(message, messages.Submit) and self._held.get(message.request.id))
         )
+
+    def _look_for_closed(self) -> None:
+        """Drop the clients of closed connections. Some of these had none: it had detached before, or never attached."""
+        attached = len(self._attached)
+        self._find_closed()
+        self._unfound -= attached - len(self._attached)
+        self._looks = self._looks - 1 if self._unfound > 0 else 0
+        if not self._looks:
+            self._unfound = 0
 
     def _find_closed(self) -> None:
         """Drop the clients whose connection has closed: they cannot be sent the time."""

@@ -67,13 +67,13 @@ class Door:
             return "its connection is closed"
         return ""
 
-    def take_closings(self) -> bool:
-        """Whether connections have closed since the last call. `send` finds out which, a moment later."""
-        closed = False
+    def take_closings(self) -> int:
+        """Number of connections that have closed since the last call. `send` finds out which, a moment later."""
+        closed = 0
         with contextlib.suppress(zmq.Again):
             while True:
                 self.closings.recv_multipart(zmq.NOBLOCK)
-                closed = True
+                closed += 1
         return closed
 
     def close(self) -> None:

@@ -263,8 +263,8 @@ class StateMoves:
             if slot == NO_SLOT:
                 peer.send(Kind.MISSING)
             else:
+                self._bytes_out += sum(map(len, self._slots[slot]))  # as in ChunkService
                 peer.send(Kind.CHUNK, *self._slots[slot])
-                self._bytes_out += sum(map(len, self._slots[slot]))
         finally:
             self._moves.call(loan.end)
 

@@ -69,6 +69,8 @@ class Batches:
         self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
         self._tick_seconds = tick
         self._ticking: asyncio.Task[None] | None = None
+        self._adopting = asyncio.Lock()
+        """Held while work of ended servers is taken over."""
         self._started = asyncio.Event()
         """Set once the batches of an earlier server have been taken over."""
         self._warned = False
@@ -245,6 +247,14 @@ class Batches:
 
     async def _adopt(self) -> None:
         """Continue the batches of ended servers, if they are for the model served here.
+
+        One call waits for another, so that a start returns when all of them run here.
+        """
+        async with self._adopting:
+            await self._take_over()
+
+    async def _take_over(self) -> None:
+        """Continue the batches of ended servers.
 
         Batches for other models are taken over only to end them. A batch whose input does not exist here belongs to
         servers with another directory of files.

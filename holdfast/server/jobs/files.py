@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
@@ -332,5 +332,6 @@ def drop_abandoned(directory: Path) -> None:
     """Delete unfinished files that were not written to for ABANDONED_SECONDS. Raises OSError."""
     oldest = time.time() - ABANDONED_SECONDS
     for path in directory.glob(f"{UNFINISHED}*"):
-        if path.stat().st_mtime < oldest:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # an upload has just ended
+            if path.stat().st_mtime < oldest:
+                path.unlink(missing_ok=True)

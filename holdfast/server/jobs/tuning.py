@@ -150,6 +150,8 @@ class Tuning:
         self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
         self.runner = TuningRunner(service, files, self._open_directory(), now, lines_cleared or no_lines)
         self._ticking: asyncio.Task[None] | None = None
+        self._adopting = asyncio.Lock()
+        """Held while work of ended servers is taken over."""
         self._closed = False
 
     async def start(self) -> None:
@@ -343,6 +345,14 @@ class Tuning:
 
     async def _adopt(self) -> None:
         """Continue the jobs of ended servers, if they are for the model served here.
+
+        One call waits for another, so that a start returns when all of them run here.
+        """
+        async with self._adopting:
+            await self._take_over()
+
+    async def _take_over(self) -> None:
+        """Continue the jobs of ended servers.
 
         A job whose directory does not exist here belongs to servers with another directory.
         """

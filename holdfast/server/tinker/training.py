@@ -104,6 +104,8 @@ class Training:
         self._adding: set[str] = set()
         """Ids of models that are being stored and do not run yet."""
         self._ticking: asyncio.Task[None] | None = None
+        self._adopting = asyncio.Lock()
+        """Held while work of ended servers is taken over."""
         self._closed = False
 
     async def start(self) -> None:
@@ -473,6 +475,14 @@ class Training:
 
     async def _adopt(self) -> None:
         """Continue the open models of ended servers, and of this one if they stopped.
+
+        One call waits for another, so that a start returns when all of them run here.
+        """
+        async with self._adopting:
+            await self._take_over()
+
+    async def _take_over(self) -> None:
+        """Continue the open models of ended servers, and of this one.
 
         A model whose directory does not exist here belongs to servers with another directory.
         """

@@ -86,4 +86,4 @@ async def test_all_who_wait_for_a_release_go_on_at_the_last_one(adapters: Adapte
         waiting = [asyncio.create_task(adapters.holds.released(first)) for _ in range(2)]
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
-    await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)

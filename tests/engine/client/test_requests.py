@@ -202,15 +202,15 @@ async def test_an_id_is_taken_while_its_request_runs_also_if_it_was_asked_for_be
 
 async def test_the_clock_of_another_host_is_the_largest_difference_of_the_last_answers(client: EngineClient) -> None:
     now = time.monotonic()
-    for late in (0.5, 0.1, 0.3):
+    for late in (150.0, 50.0, 100.0):
         client._take(messages.Clock(now + 1000.0 - late))
-    assert client.ahead == pytest.approx(999.9, abs=0.05)
+    assert client.ahead == pytest.approx(950.0, abs=10.0)
     for _ in range(CLOCKS):
         client._take(messages.Clock(time.monotonic() + 500.0))
-    assert client.ahead == pytest.approx(500.0, abs=0.05), "clocks drift: old answers are forgotten"
+    assert client.ahead == pytest.approx(500.0, abs=10.0), "clocks drift: old answers are forgotten"
     _, reading = await begun(client, "a")
     (submit,) = wire(client).of(messages.Submit)
-    assert submit.request.arrival == pytest.approx(time.monotonic() + 500.0, abs=0.5), "in the engine's time"
+    assert submit.request.arrival == pytest.approx(time.monotonic() + 500.0, abs=10.0), "in the engine's time"
     at = time.monotonic()
     await asyncio.sleep(0.01)
     client._take(outputs("a", "x", FinishReason.LENGTH, at=at + client.ahead))

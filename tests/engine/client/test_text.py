@@ -1,6 +1,5 @@
 """Text: a stream's pieces join to the text of its tokens; templates render as in Transformers."""
 
-import itertools
 import json
 import random
 import threading
@@ -184,24 +183,22 @@ def test_a_text_whose_tokens_begin_at_the_border_needs_no_text_before_it():
 
 @pytest.mark.parametrize("encode", [BYTES.encode, lambda text: BYTES.encode_after("before ", text)])
 def test_other_threads_run_while_a_long_text_is_tokenized(encode):
-    done = threading.Event()
-    waits = []
+    begun, done = threading.Event(), threading.Event()
 
     def work():
+        begun.set()
         encode("hello world, naïve café " * 20_000)
-        waits.append(time.perf_counter())
         done.set()
 
-    begin = time.perf_counter()
     thread = threading.Thread(target=work)
     thread.start()
-    turns = [begin]
+    begun.wait()
+    turns = 0
     while not done.is_set():
         time.sleep(0.001)
-        turns.append(time.perf_counter())
+        turns += 1
     thread.join()
-    longest = max(after - before for before, after in itertools.pairwise(turns))
-    assert longest < (waits[0] - begin) / 2
+    assert turns > 4, "one or two if the thread kept Python to itself"
 
 
 @pytest.mark.parametrize("text", [BYTES, SPACES], ids=["byte-level", "metaspace"])

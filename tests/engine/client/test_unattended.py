@@ -68,7 +68,7 @@ async def test_an_engine_counts_its_attached_clients_and_not_the_one_that_starte
     await asyncio.sleep(1.5)
     assert not waiting.done()
     await client.close()
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)
     await engine.close()
     with pytest.raises(EngineDead):
         await until_unattended(engine, LONG)

@@ -191,7 +191,7 @@ def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_p
     assert after.preemptions > before.preemptions
 
 
-@layouts((2, 1), (1, 2), (2, 2))
+@layouts(pytest.param((2, 1), marks=pytest.mark.long), (1, 2), (2, 2))
 @pytest.mark.parametrize("seed", then_long(1, range(2)))
 def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, alone, seed):
     choose, loop, given, requests, aborted = random.Random(seed), engine.loop, {}, {}, set()
@@ -236,7 +236,7 @@ def turn(engine, tokens):
 
 def fetch(source, target, tokens, stop=False):
     """Fetch the state of these tokens from an engine, or stop once that has begun. Returns the target's answer."""
-    chain, told, deadline = chain_of(tokens), [], time.monotonic() + 20
+    chain, told, deadline = chain_of(tokens), [], time.monotonic() + 60
     target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
     if stop:
         target.handler(MoveHandler).receive(StopFetch(1))

@@ -67,10 +67,10 @@ async def until_dead(client, harm):
     begun = asyncio.Semaphore(0)
     reading = asyncio.gather(read((3, 4, 5)), read((6, 7)), return_exceptions=True)
     for _ in range(2):
-        await asyncio.wait_for(begun.acquire(), 30)
+        await asyncio.wait_for(begun.acquire(), 60)
     harmed = time.monotonic()
     harm()
-    ended = await asyncio.wait_for(reading, 30)
+    ended = await asyncio.wait_for(reading, 60)
     return ended, time.monotonic() - harmed
 
 
@@ -85,7 +85,7 @@ async def test_streams_end_with_the_rank_that_is_killed_or_hangs(checkpoint, num
         ended, seconds = await until_dead(client, lambda: os.kill(rank, number))
         for error in ended:
             assert isinstance(error, EngineDead) and f"rank 1 (process {rank}) {said}" in str(error)
-        assert seconds < 10
+        assert seconds < 30
         with pytest.raises(EngineDead, match="rank 1"):
             await client.health()
         for pid in (rank, client.pid):
@@ -104,7 +104,7 @@ async def test_an_idle_engine_ends_with_its_rank_and_ranks_with_their_engine(che
             for pid in (rank, client.pid):
                 assert client.info.num_host_blocks * client.info.memory.block // 2 in nameless_memory_of(pid)
             os.kill(rank if victim == "rank" else client.pid, signal.SIGKILL)
-            await asyncio.wait_for(client.dead.wait(), 20)
+            await asyncio.wait_for(client.dead.wait(), 60)
             assert (f"rank 1 (process {rank}) was killed" in client.reason) == (victim == "rank")
             for pid in (rank, client.pid):
                 wait_for_end(pid)

@@ -9,6 +9,7 @@ from holdfast.lab.workloads import Conversation, Turn
 from holdfast.lm.parts.pauses.planner import ALONE_SECONDS
 from holdfast.loop.contracts import Observer
 from tests.lab.simulator.simulation import PROFILE, run
+from tests.long import then_long
 
 BLOCK = 16
 COPY_SECONDS = 0.0001
@@ -94,8 +95,10 @@ def check_nobody_is_delayed(workload, **config):
     return ahead.stats.blocks_swapped_in_ahead
 
 
-@pytest.mark.parametrize("swap_in", ["complete", "by-layer"])
-@pytest.mark.parametrize("target", [None, 60.0])
+@pytest.mark.parametrize(
+    ("target", "swap_in"),
+    then_long(2, [(None, "complete"), (60.0, "by-layer"), (None, "by-layer"), (60.0, "complete")]),
+)
 def test_wrong_guesses_delay_no_request_beyond_the_copies_of_one_step(target, swap_in):
     brought = [check_nobody_is_delayed(lying(seed), tbt_target=target, swap_in=swap_in) for seed in range(20)]
     assert sum(brought) > 200

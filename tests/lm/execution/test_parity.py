@@ -32,6 +32,7 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StateShape, StepPlan
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
+from tests.long import then_long
 from tests.paged import allocated
 from tests.rounded_cache import cache_for
 from tests.scheduling import sampled
@@ -124,7 +125,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(load(directory, device=device, dtype="float32"), kv_cache_dtype, module, requests, expected)
 
 
-@pytest.mark.parametrize(("block_size", "steps_in_flight"), [(1, 1), (16, 2)])
+@pytest.mark.parametrize(("block_size", "steps_in_flight"), then_long(1, [(16, 2), (1, 1)]))
 def test_greedy_tokens_equal_transformers_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
     tokens, _ = run(case, case.model, block_size, steps_in_flight)
     assert tokens == case.expected

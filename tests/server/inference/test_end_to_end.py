@@ -346,7 +346,7 @@ def test_a_cell_that_fails_ends_the_server_with_its_reason() -> None:
 def refuses(url: str) -> bool:
     """Whether a server takes no connections."""
     try:
-        httpx.get(f"{url}/v2/health/live", timeout=5)
+        httpx.get(f"{url}/v2/health/live", timeout=60)
     except httpx.TransportError:
         return True
     return False

@@ -215,7 +215,7 @@ async def test_a_batch_whose_check_ends_several_servers_fails(tmp_path: Path, mo
         async with server(tmp_path) as here:
             if life == 0:
                 id = await here.submit([line("a")])
-            await asyncio.wait_for(reading.wait(), 10)
+            await asyncio.wait_for(reading.wait(), 60)
             reading.clear()
             await here.kill()
     monkeypatch.setattr("holdfast.server.jobs.batch_runner.check", check)
@@ -241,6 +241,33 @@ async def test_waiting_for_suspects_ends_with_the_last_of_them_and_with_the_serv
         second.hold.set()
         await cleared
         await here.ended(id)
+
+
+async def test_a_start_waits_for_a_look_at_earlier_batches_that_has_begun(tmp_path: Path) -> None:
+    async with server(tmp_path, poisoned(hold=asyncio.Event())) as here:
+        await here.submit([line("a")])
+        await until(lambda: here.client.asked)
+        await here.kill()
+    late = Server(tmp_path, poisoned(hold=asyncio.Event()))
+    run, taken, goes_on = late.store.run, asyncio.Event(), asyncio.Event()
+
+    async def run_late(work: Any, *given: Any) -> Any:
+        found = await run(work, *given)
+        taken.set()
+        await goes_on.wait()
+        return found
+
+    late.batches._store.run = run_late  # type: ignore[method-assign]
+    looking = asyncio.create_task(late.batches._adopt())
+    await taken.wait()
+    starting = asyncio.create_task(late.batches.start())
+    await asyncio.sleep(0.1)
+    assert not starting.done()
+    goes_on.set()
+    await starting
+    assert late.batches.runner.running
+    await looking
+    await late.close()
 
 
 def test_an_attempt_is_suspected_or_given_up_by_its_counts() -> None:
@@ -289,7 +316,7 @@ async def test_a_line_that_was_answered_is_no_suspect_whatever_its_attempts_say(
     client = Stuck(hold=asyncio.Event())
     async with server(tmp_path, client) as here:
         await until(lambda: len(client.asked) == 2)
-        await asyncio.wait_for(here.batches.cleared(), 10)
+        await asyncio.wait_for(here.batches.cleared(), 60)
         assert here.batches.runner.running[id].suspects == set()
         assert client.hold is not None
         client.hold.set()

@@ -292,7 +292,7 @@ async def test_a_batch_of_another_model_whose_server_has_ended_expires_in_time(t
     late = Server(tmp_path, FakeClient(info=engine_info(model="other")))
     late.now += 86400
     await late.batches.start()
-    batch = await asyncio.wait_for(late.ended(id), 10)
+    batch = await asyncio.wait_for(late.ended(id), 60)
     await late.close()
     assert (batch.status, batch.failed) == ("expired", 1)
 
@@ -431,7 +431,7 @@ async def test_a_batch_completes_though_few_answers_may_wait_for_the_store(
     monkeypatch.setattr(batch_runner, "MOST_UNSTORED", 2)
     async with server(tmp_path, FakeClient(info=engine_info(max_sequences=2)), max_choices=4) as here:
         id = await here.submit([line(f"r{n}") for n in range(9)])
-        assert (await asyncio.wait_for(here.ended(id), 10)).completed == 9
+        assert (await asyncio.wait_for(here.ended(id), 60)).completed == 9
 
 
 async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path
             lines.read_line(1, json.dumps(line("x")).encode(), CHAT).wanted,  # type: ignore[arg-type]
             "",
         )
-        first = await asyncio.wait_for(anext(request.deltas()), 5)
+        first = await asyncio.wait_for(anext(request.deltas()), 60)
         assert first[1].text == "Ahoy"
 
 

@@ -247,7 +247,7 @@ async def test_an_upload_that_only_announces_bytes_ends_and_leaves_its_place(
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(module.MOST_UPLOADS)]
         for _, writer in opened:
             writer.write(head + b"content-length: 400000000\r\n\r\n--B\r\n")
-        lines = await asyncio.wait_for(asyncio.gather(*(reader.readline() for reader, _ in opened)), 20)
+        lines = await asyncio.wait_for(asyncio.gather(*(reader.readline() for reader, _ in opened)), 60)
         assert {line.split()[1] for line in lines} == {b"408"}
         async with httpx.AsyncClient(base_url=server.url) as api:
             while (made := await upload(api)).status_code == 503:
@@ -368,13 +368,15 @@ async def test_expired_files_and_abandoned_uploads_are_deleted(tmp_path: Path) -
     for path in (old, files.directory / "upload-new"):
         path.write_bytes(b"x")
     os.utime(old, (1, 1))
+    for name in ("upload-0", "upload-z"):  # they have gone by the time that they are looked at
+        (files.directory / name).symlink_to("nowhere")
     now[0] += 30 * 86400 - 1
     assert (await files.get("", made.id)).bytes == 4
     now[0] += 1
     with pytest.raises(ApiError, match="not found"):
         await files.get("", made.id)
     await files.clean()
-    assert sorted(path.name for path in files.directory.iterdir()) == sorted([kept.id, "upload-new"])
+    assert {path.name for path in files.directory.iterdir() if path.exists()} == {kept.id, "upload-new"}
     files.close()
     store.close()
 
@@ -431,5 +433,5 @@ async def test_a_long_upload_has_time_by_its_length_and_a_stalled_one_ends(
             await asyncio.sleep(pause if at else 0)
             if pause > 0.5 and at:
                 break
-        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == status
+        assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == status
         writer.close()

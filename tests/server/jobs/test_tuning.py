@@ -283,7 +283,7 @@ async def test_a_server_without_tuning_says_how_to_turn_it_on(tmp_path: Path) ->
 
 async def test_a_job_pauses_resumes_and_counts_every_step_once(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
-        here.client.tuner.seconds = 0.01
+        here.client.tuner.waits_at = 6
         id = await here.submit([chat(str(n)) for n in range(30)], hyperparameters=tuning.Parameters(n_epochs=10))
         await here.until(id, lambda job: job.step >= 2)
         assert (await here.tuning.ask("", id, "pause")).status == "paused"
@@ -291,6 +291,7 @@ async def test_a_job_pauses_resumes_and_counts_every_step_once(tmp_path: Path) -
             await here.tuning.ask("", id, "pause")
         while "pause" not in [action for _, action in here.client.tuner.changes]:
             await asyncio.sleep(0.01)
+        here.client.tuner.goes_on.set()
         count = len(here.client.tuner.steps)
         await looked_after(here.tuning)
         assert [action for _, action in here.client.tuner.changes] == ["pause"]
@@ -310,7 +311,7 @@ async def test_a_job_pauses_resumes_and_counts_every_step_once(tmp_path: Path) -
 
 async def test_a_cancelled_job_keeps_its_checkpoints(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
-        here.client.tuner.seconds = 0.01
+        here.client.tuner.waits_at = 15
         id = await here.submit([chat(str(n)) for n in range(16)], hyperparameters=tuning.Parameters(n_epochs=50))
         await here.until(id, lambda job: len(job.checkpoints) >= 5)
         assert (await here.tuning.ask("", id, "cancel")).status == "cancelled"
@@ -390,7 +391,7 @@ async def test_a_stopped_server_continues_after_the_last_step(
 ) -> None:
     config = {} if database == "sqlite" else {"store": request.getfixturevalue("postgresql_schema")}
     client = tuning_client()
-    client.tuner.seconds = 0.01
+    client.tuner.waits_at = 12
     async with server(tmp_path, client, **config) as here:
         id = await here.submit([chat(str(n)) for n in range(40)], hyperparameters=tuning.Parameters(n_epochs=6))
         await here.until(id, lambda job: job.step >= 8)
@@ -444,7 +445,7 @@ async def test_steps_that_a_killed_engine_stored_are_not_computed_again(tmp_path
 
 async def test_steps_that_were_lost_are_computed_again_and_counted_once(tmp_path: Path) -> None:
     client = tuning_client()
-    client.tuner.seconds = 0.01
+    client.tuner.waits_at = 10
     wanted = {"hyperparameters": tuning.Parameters(n_epochs=1, batch_size=1)}
     async with server(tmp_path, client) as here:
         id = await here.submit([chat(str(n)) for n in range(20)], **wanted)
@@ -459,7 +460,7 @@ async def test_steps_that_were_lost_are_computed_again_and_counted_once(tmp_path
 
 async def test_an_outdated_request_for_a_change_has_no_effect(tmp_path: Path) -> None:
     client = tuning_client()
-    client.tuner.seconds = 0.01
+    client.tuner.waits_at = 10
     async with server(tmp_path, client) as here:
         id = await here.submit([chat(str(n)) for n in range(40)])
         await here.until(id, lambda job: job.step >= 1)
@@ -536,7 +537,7 @@ async def test_a_request_for_an_adapter_that_is_being_loaded_is_asked_to_retry(t
 
 async def test_a_paused_job_stays_paused_over_a_restart(tmp_path: Path) -> None:
     client = tuning_client()
-    client.tuner.seconds = 0.01
+    client.tuner.waits_at = 10
     async with server(tmp_path, client) as here:
         id = await here.submit([chat(str(n)) for n in range(40)])
         await here.until(id, lambda job: job.step >= 2)

@@ -11,6 +11,15 @@ import pytest
 from stored_keys import Stored
 
 from holdfast.server.conversations.database import Database
+from holdfast.server.keys import accounts, ring
+
+
+@pytest.fixture
+def always_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers look for changed keys at each request, however long that takes, and exchange their usage all the time."""
+    monkeypatch.setattr(ring, "CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(ring, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(accounts, "EXCHANGE_SECONDS", 0.02)
 
 
 @pytest.fixture

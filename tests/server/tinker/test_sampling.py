@@ -399,7 +399,7 @@ async def test_deleted_weights_are_a_404_that_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
         saved = await api.saved("one")
         sampler = await api.sampler(path=saved.path)
-        CheckpointTable(api.app.state.store.database).delete([saved.id])
+        await api.app.state.responses.store.run(lambda store: CheckpointTable(store.database).delete([saved.id]))
         gone = await api.sample(sampler)
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "checkpoint_not_found")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Serving, started
+from served import Serving, free_port, started
 
 tinker = pytest.importorskip("tinker", reason="Tinker's SDK is not installed: pip install tinker")
 types = tinker.types
@@ -26,13 +25,6 @@ def options(directory: Path, port: int = 0) -> list[str]:
     places = [f"--{name}={directory / name}" for name in ("store", "files", "tuning-state", "tuning-mirror")]
     keys = ["--api-key", "tml-one", "--api-key", "tml-two"]
     return [*places, "--cache-gb", "0.3", *keys, "--tuning", "--port", str(port)]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def batch(step: int) -> list[Any]:

@@ -39,6 +39,7 @@ from tests.adapted_engine import Engine
 from tests.adapted_families import HYBRID_FAMILIES, NATIVE_FAMILIES, Family, family, prompts
 from tests.adapters import drawn, generated, merged, write
 from tests.checkpoints import tiny
+from tests.long import then_long
 from tests.ranks import Rank, in_ranks
 
 pytest.importorskip("peft")
@@ -163,7 +164,7 @@ def test_logits_of_a_mixed_batch_are_those_of_peft(any_case: Family, names: tupl
     assert_logits_are_peft_s(any_case, names, prompts(6), tiled=False)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", then_long(1, [4, 2]))
 @pytest.mark.parametrize(
     "name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe", "gemma4", "gemma4-dense"]
 )

@@ -15,11 +15,12 @@ from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.lm.parts.contracts import promises
 from tests.invariants import check_scheduler
 from tests.lm.parts.contracts.world import EXACT, World
+from tests.long import then_long
 
 STEP = EXACT.step([(1, 500)])
 """Seconds of a step with one decode."""
 HISTORIES = 40
-"""Histories of 60 requests in a run of the tests; more than 800 were run once."""
+"""Histories of 60 requests, of which half run always; more than 800 were run once."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,21 +82,27 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("seeds", then_long(1, [range(6), range(6, 12)]), ids=lambda seeds: f"from {seeds.start}")
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_memories_and_pipelines_break_no_accepted_contract(kind):
+def test_other_memories_and_pipelines_break_no_accepted_contract(kind, seeds):
     accepted = 0
-    for seed in range(12):
+    for seed in seeds:
         world = history(seed, **KINDS[kind])
         assert world.broken == {}, seed
         assert world.reasons.keys() == world.contracts.keys()
         check_scheduler(world.scheduler)
         accepted += sum(map(bool, world.contracts.values()))
-    assert accepted > 150
+    assert accepted > 100
 
 
-def test_histories_accept_refuse_and_preempt():
+@pytest.mark.parametrize(
+    "seeds",
+    then_long(1, [range(HISTORIES // 2), range(HISTORIES // 2, HISTORIES)]),
+    ids=lambda seeds: f"from {seeds.start}",
+)
+def test_histories_accept_refuse_and_preempt(seeds):
     seen = Counter()
-    for seed in range(HISTORIES):
+    for seed in seeds:
         world = history(seed)
         stats = world.scheduler.stats()
         assert world.broken == {}, seed
@@ -104,12 +111,13 @@ def test_histories_accept_refuse_and_preempt():
         assert stats.contracts_kept == accepted
         seen.update(accepted=accepted, preempted=stats.preemptions, plain=len(world.contracts) - accepted)
         seen.update(refusal.reason for refusal in world.refusals.values())
-    assert seen["accepted"] > 1000 and seen["preempted"] > 50 and seen["plain"] > 500
+    assert seen["accepted"] > 500 and seen["preempted"] > 15 and seen["plain"] > 250
     assert len([reason for reason in seen if reason.startswith("the contract")]) >= 5
 
 
-def test_contracts_that_are_only_just_possible_are_kept():
-    for seed in range(40):
+@pytest.mark.parametrize("seeds", then_long(1, [range(16), range(16, 40)]), ids=lambda seeds: f"from {seeds.start}")
+def test_contracts_that_are_only_just_possible_are_kept(seeds):
+    for seed in seeds:
         choose = random.Random(seed)
         world = World(max_sequences=32, blocks=800)
         for number in range(40):

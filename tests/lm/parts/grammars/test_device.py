@@ -124,14 +124,14 @@ def run_in_two_threads(
 
     def collect() -> Iterator[StepResult]:
         for _ in range(count + 1):
-            submitted.get(timeout=5)
+            submitted.get(timeout=60)
             yield executor.collect()
             room.release()
 
     with ThreadPoolExecutor(1) as pool:
         collecting = pool.submit(lambda: list(collect()))
         for plan in (prefill(0, *rows), *(decode(step, *rows) for step in range(1, count + 1))):
-            assert room.acquire(timeout=5)
+            assert room.acquire(timeout=60)
             executor.submit(plan)
             submitted.put(None)
         return collecting.result()

@@ -4,7 +4,8 @@ import random
 from collections import deque
 from dataclasses import replace
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.pause import Pause
@@ -12,6 +13,7 @@ from holdfast.lm.parts.pauses.planner import AheadPart
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.tiers import LowerShape, TierDone
 from tests.invariants import check_scheduler
+from tests.long import then_long
 from tests.scheduling import answer, create_requests, create_scheduler
 
 BLOCK_BYTES = 1 << 20
@@ -202,14 +204,16 @@ def check_wrong_guesses_take_nothing(seed):
     return len(engine.reads) - len(plain.reads), sum(ahead), sum(without)
 
 
+@settings(max_examples=settings().max_examples * 2 // 5)  # each plays two long histories
 @given(seed=st.integers(0, 1 << 32))
 def test_wrong_guesses_take_no_state_of_others_from_any_tier(seed):
     check_wrong_guesses_take_nothing(seed)
 
 
-def test_over_many_histories_with_wrong_guesses_others_compute_no_more_tokens():
+@pytest.mark.parametrize("seeds", then_long(1, [range(8), range(8, 24)]), ids=lambda seeds: f"from {seeds.start}")
+def test_over_many_histories_with_wrong_guesses_others_compute_no_more_tokens(seeds):
     reads = ahead = without = 0
-    for seed in range(16):
+    for seed in seeds:
         more, tokens, alone = check_wrong_guesses_take_nothing(seed)
         reads, ahead, without = reads + more, ahead + tokens, without + alone
-    assert ahead <= 1.01 * without and reads > 60
+    assert ahead <= 1.01 * without and reads > 30

@@ -30,16 +30,20 @@ export class ToolItem {
 
   /** More of a call's arguments, or of its input. */
   push(delta) {
+    if (!this.text) this.element.open = true;
     this.text += delta;
-    this.element.open = true;
     this.body.replaceChildren(codeBlock(this.text, this.language));
   }
 
-  /** The item as it is now. */
+  /** The item as it is now. If that has been drawn, the elements stay, and so does what the user opened or closed. */
   whole(item) {
+    const source = JSON.stringify(item);
+    if (source === this.source) return this;
+    this.source = source;
     this.title(item);
     this.body.replaceChildren(...[bodyOf(item)].flat());
     this.element.open = OPEN[item.type]?.(item) ?? false;
+    return this;
   }
 }
 

@@ -64,6 +64,22 @@ export function iconButton(name, label, onclick, properties = {}) {
   return el('button', { type: 'button', class: 'ghost', 'aria-label': label, title: label, onclick, ...properties }, icon(name));
 }
 
+/** Copy a text to the clipboard. Returns whether the browser allowed it. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {} // without TLS, a page of another machine has no such interface: copy a selection
+  const held = document.activeElement;
+  const area = el('textarea', { class: 'sr', readonly: true, value: text });
+  (document.querySelector('dialog[open]') ?? document.body).append(area);
+  area.select();
+  const done = document.execCommand('copy');
+  area.remove();
+  held?.focus({ preventScroll: true });
+  return done;
+}
+
 /** Save a text as a file. It is never opened here, whatever it is. */
 export function download(name, text, type = 'text/plain') {
   const url = URL.createObjectURL(new Blob([text].flat(), { type }));

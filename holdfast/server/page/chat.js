@@ -3,7 +3,7 @@
 
 import { Attachments } from './attachments.js';
 import { Comparison } from './compare.js';
-import { dialog, el, icon, iconButton, toast } from './dom.js';
+import { dialog, el, icon, iconButton, place, toast } from './dom.js';
 import { Following, lost } from './following.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
@@ -277,7 +277,7 @@ class Chat {
     const beside = this.comparison.draw(path.at(-1), views);
     const elements = path.map((turn) => views.get(turn.id).element);
     if (path.length === 0) elements.push(this.welcome());
-    this.column.replaceChildren(...(beside ? [...elements.slice(0, -1), beside] : elements));
+    place(this.column, beside ? [...elements.slice(0, -1), beside] : elements);
     this.column.classList.toggle('wide', beside !== null);
     this.branches.hidden = this.tree.turns.size <= path.length;
   }

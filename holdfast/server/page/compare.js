@@ -354,7 +354,7 @@ function editVariants(before, models, model) {
       });
       rows.push(row);
     };
-    const more = el('button', { type: 'button', class: 'button', onclick: () => {
+    const more = el('button', { type: 'button', class: 'button more', onclick: () => {
       add({ model });
       draw();
       rows.at(-1).element.querySelector('select').focus();
@@ -373,8 +373,8 @@ function editVariants(before, models, model) {
     };
     return el('form', { class: 'form', onsubmit: submit },
       el('p', { class: 'muted' }, 'Each message gets an answer from each of them at once. What is empty is as in the settings. All answers are kept as branches.'),
-      list,
-      el('div', { class: 'dialog-actions' }, more, el('span', { class: 'space' }),
+      list, more,
+      el('div', { class: 'dialog-actions' },
         el('button', { type: 'button', class: 'button', onclick: () => finish([]) }, 'One answer'),
         el('button', { type: 'submit', class: 'button primary' }, 'Use')));
   });

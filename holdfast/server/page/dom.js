@@ -23,6 +23,17 @@ export function svg(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Let an element have these children. Those that it has are not taken out, so they keep the focus and their scrolling. */
+export function place(parent, children) {
+  const wanted = new Set(children);
+  for (const each of [...parent.childNodes]) if (!wanted.has(each)) each.remove();
+  let next = parent.firstChild;
+  for (const each of wanted) {
+    if (each === next) next = next.nextSibling;
+    else parent.insertBefore(each, next);
+  }
+}
+
 const ICONS = {
   plus: 'M12 5v14M5 12h14',
   search: 'M11 4a7 7 0 1 0 0 14 7 7 0 0 0 0-14zM16.5 16.5 21 21',

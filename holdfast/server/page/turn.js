@@ -1,7 +1,7 @@
 // Draws one turn: what was asked, the answer as it grows, its figures, and the buttons around them.
 
 import { ToolItem, answerForm } from './artefacts.js';
-import { copyText, el, icon, iconButton } from './dom.js';
+import { copyText, el, icon, iconButton, place } from './dom.js';
 import { Markdown, codeBlock } from './markdown.js';
 import { isRunning, textOf } from './tree.js';
 
@@ -24,7 +24,6 @@ export class TurnView {
     this.question = el('div', { class: 'question' });
     this.tools = el('div', { class: 'tools' });
     this.answer = el('div', { class: 'answer' });
-    this.notice = null; // how the answer ended, if not well
     this.foot = el('div', { class: 'foot' });
     this.element = el('section', { class: 'turn', 'data-id': turn.id }, this.question, this.answer, this.foot);
     this.drawQuestion(tree);
@@ -90,21 +89,10 @@ export class TurnView {
   /** Draw the answer as it is now. What has been drawn of it keeps its elements, and what the user opened stays open. */
   drawAnswer() {
     const { turn } = this;
-    const output = turn.output ?? [];
-    output.forEach((item, at) => {
-      const { element } = this.item(item).whole(item);
-      if (this.answer.children[at] !== element) this.answer.insertBefore(element, this.answer.children[at] ?? null);
-    });
-    this.notice?.remove();
-    this.notice = noticeOf(turn);
-    if (isRunning(turn) && output.length === 0) this.wait();
-    else this.answer.querySelector('.waiting')?.remove();
-    if (this.notice) this.answer.append(this.notice);
-  }
-
-  wait() {
-    if (this.answer.querySelector('.waiting')) return;
-    this.answer.append(el('p', { class: 'waiting muted' }, dots(), el('span', { class: 'sr' }, 'Waiting for the answer')));
+    const output = (turn.output ?? []).map((item) => this.item(item).whole(item));
+    const drawn = [...output, ...this.parts.values()].map((part) => part.element); // a stream that broke has no output
+    const end = isRunning(turn) && drawn.length === 0 ? waiting() : noticeOf(turn);
+    place(this.answer, end ? [...drawn, end] : drawn);
   }
 
   /** What draws an item of the answer. */
@@ -178,6 +166,10 @@ class ItemView {
     this.markdown.draw(this.text);
     return this;
   }
+}
+
+function waiting() {
+  return el('p', { class: 'waiting muted' }, dots(), el('span', { class: 'sr' }, 'Waiting for the answer'));
 }
 
 /** Three dots that move while something is awaited. */

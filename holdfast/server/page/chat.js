@@ -3,7 +3,7 @@
 
 import { Attachments } from './attachments.js';
 import { Comparison } from './compare.js';
-import { dialog, el, icon, iconButton, place, toast } from './dom.js';
+import { dialog, el, focusNamed, icon, iconButton, place, toast } from './dom.js';
 import { Following, lost } from './following.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
@@ -303,9 +303,11 @@ class Chat {
     this.leaf = this.tree.leafBelow(turn.id);
     const before = this.views.get(turn.id) ?? [...this.views.values()].find((view) => view.turn.parent === turn.parent);
     const top = before?.element.getBoundingClientRect().top;
+    const held = before?.element.contains(document.activeElement) ? document.activeElement : null;
     this.draw();
-    const after = this.views.get(turn.id)?.element.getBoundingClientRect().top;
-    if (top !== undefined && after !== undefined) this.thread.scrollTop += after - top;
+    const after = this.views.get(turn.id)?.element;
+    if (top !== undefined && after) this.thread.scrollTop += after.getBoundingClientRect().top - top;
+    if (held && after) focusNamed(after, held);
   }
 
   scrolled() {
@@ -375,10 +377,12 @@ class Chat {
 
   /** Send another version of a message. If the server does not take it, the editor comes back. */
   async edit(turn, texts) {
+    if (!this.live) this.focusInput();
     if (!(await this.send(texts, turn.parent, turn))) this.views.get(turn.id)?.edit(texts[0]);
   }
 
   retry(turn) {
+    if (!this.live) this.focusInput();
     const input = turn.input.map((item) => (item.type === 'message' ? { role: item.role, content: item.content } : item));
     return this.send(null, turn.parent, turn, input);
   }

@@ -34,6 +34,20 @@ export function place(parent, children) {
   }
 }
 
+/** Draw an element's buttons anew. The focus goes to the button with the name of the one that had it. */
+export function renew(parent, buttons) {
+  const held = parent.contains(document.activeElement) ? document.activeElement : null;
+  parent.replaceChildren(...buttons);
+  if (held) focusNamed(parent, held);
+}
+
+/** Focus the button of an element that has another one's name; if it is disabled, the one next to it. */
+export function focusNamed(element, { ariaLabel }) {
+  const button = ariaLabel && element.querySelector(`button[aria-label="${CSS.escape(ariaLabel)}"]`);
+  const open = button?.disabled ? button.parentElement.querySelector('button:enabled') : button;
+  open?.focus({ preventScroll: true });
+}
+
 const ICONS = {
   plus: 'M12 5v14M5 12h14',
   search: 'M11 4a7 7 0 1 0 0 14 7 7 0 0 0 0-14zM16.5 16.5 21 21',
@@ -109,7 +123,9 @@ export function toast(text, kind = 'info') {
   setTimeout(() => shown.remove(), kind === 'error' ? 9000 : 3500);
 }
 
-/** A modal dialog with a title. Resolves with what `finish(value)` is given, or null when it is closed. */
+const FIELDS = ':is(input, select, textarea, button):enabled:not([hidden])';
+
+/** A modal dialog with a title, with the focus on its first field or button. Resolves with what `finish(value)` is given, or null when it is closed. */
 export function dialog(title, build) {
   return new Promise((resolve) => {
     let result = null;
@@ -120,7 +136,8 @@ export function dialog(title, build) {
     const close = iconButton('close', 'Close', () => box.close());
     const heading = el('h2', { id: 'dialog-title' }, title);
     const box = el('dialog', { class: 'dialog', 'aria-labelledby': 'dialog-title' }, el('div', { class: 'dialog-head' }, heading, close));
-    box.append(...[build(finish)].flat());
+    const content = [build(finish)].flat();
+    box.append(...content);
     box.addEventListener('close', () => {
       box.remove();
       resolve(result);
@@ -130,6 +147,8 @@ export function dialog(title, build) {
     });
     document.body.append(box);
     box.showModal();
+    const first = box.querySelector('[autofocus]') ?? content.map((each) => each.querySelector(FIELDS)).find(Boolean);
+    first?.focus();
   });
 }
 

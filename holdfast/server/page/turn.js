@@ -1,7 +1,7 @@
 // Draws one turn: what was asked, the answer as it grows, its figures, and the buttons around them.
 
 import { ToolItem, answerForm } from './artefacts.js';
-import { copyText, el, icon, iconButton, place } from './dom.js';
+import { copyText, el, icon, iconButton, place, renew } from './dom.js';
 import { Markdown, codeBlock } from './markdown.js';
 import { isRunning, textOf } from './tree.js';
 
@@ -45,8 +45,9 @@ export class TurnView {
   drawTools(tree) {
     const { turn } = this;
     const questions = tree.questions(turn);
-    this.tools.replaceChildren(
-      ...[
+    renew(
+      this.tools,
+      [
         iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
         (turn.input ?? []).some((item) => item.type === 'message') && iconButton('edit', 'Edit the message, as a new branch', () => this.edit(), { class: 'ghost small', 'data-action': 'edit' }),
         questions.length > 1 && switcher(questions, turn, 'question', (other) => this.actions.show(other)),
@@ -111,8 +112,9 @@ export class TurnView {
     const running = isRunning(turn);
     const answers = tree.answers(turn);
     this.element.classList.toggle('running', running);
-    this.foot.replaceChildren(
-      ...[
+    renew(
+      this.foot,
+      [
         answers.length > 1 ? switcher(answers, turn, 'answer', (other) => this.actions.show(other)) : null,
         running ? null : copyButton(turn),
         running ? null : iconButton('retry', 'Try again, as a new branch', () => this.actions.retry(turn), { class: 'ghost small', 'data-action': 'retry' }),

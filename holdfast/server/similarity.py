@@ -187,7 +187,7 @@ async def similar(
 async def _cut(
     service: Service, wanted: PairsRequest, texts: Sequence[str], queries: Set[int], tenant: str
 ) -> Sequence[str]:
-    """Return the texts with as many tokens as the request keeps. `queries` has the places of queries. Raises ApiError."""
+    """Return the texts with the tokens that the request keeps. `queries` has the places of queries. Raises ApiError."""
     most = [wanted.max_tokens_per_query if at in queries else wanted.max_tokens_per_doc for at in range(len(texts))]
     if not any(most):
         return texts

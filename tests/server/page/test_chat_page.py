@@ -240,7 +240,8 @@ def test_what_the_user_opened_or_writes_stays_when_an_answer_ends(opened: Any, s
     page.wait_for_selector(".toast:has-text('An answer is being written')")
     go_on()
     answered(page)
-    assert page.locator(".answer").last.inner_text().split("\n\n") == ["Reasoning", "Hm, so", "Ahoy"], "it is still open"
+    shown = page.locator(".answer").last.inner_text().split("\n\n")
+    assert shown == ["Reasoning", "Hm, so", "Ahoy"], "it is still open"
     assert page.input_value(".editor textarea") == "first, with mutiny"
     page.keyboard.press("Enter")
     page.wait_for_selector(".toast.error:has-text('mutiny')")

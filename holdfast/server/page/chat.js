@@ -378,7 +378,7 @@ class Chat {
   /** Send another version of a message. If the server does not take it, the editor comes back. */
   async edit(turn, texts) {
     if (!this.live) this.focusInput();
-    if (!(await this.send(texts, turn.parent, turn))) this.views.get(turn.id)?.edit(texts[0]);
+    if (!(await this.send(texts, turn.parent, turn))) [...this.views.values()].findLast((view) => view.turn === turn)?.edit(texts[0]);
   }
 
   retry(turn) {

@@ -125,7 +125,10 @@ export function toast(text, kind = 'info') {
 
 const FIELDS = ':is(input, select, textarea, button):enabled:not([hidden])';
 
-/** A modal dialog with a title, with the focus on its first field or button. Resolves with what `finish(value)` is given, or null when it is closed. */
+/**
+ * A modal dialog with a title, with the focus on its first field or button. Resolves with what `finish(value)` is given,
+ * or null when it is closed.
+ */
 export function dialog(title, build) {
   return new Promise((resolve) => {
     let result = null;

@@ -23,8 +23,9 @@ export class Following {
   }
 
   /**
-   * Yield the answer's events up to the last one, or until the page turns away. `path` and `options` are the request that begins the stream; after a
-   * break it goes on from the last event. Throws if the server takes no request, or after too many breaks.
+   * Yield the answer's events up to the last one, or until the page turns away. `path` and `options` are the request that
+   * begins the stream; after a break it goes on from the last event. Throws if the server takes no request, or after too
+   * many breaks.
    */
   async *events(path, options = {}) {
     const { signal } = this.connection;

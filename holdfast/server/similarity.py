@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
@@ -31,47 +32,77 @@ if TYPE_CHECKING:
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
 Truncation = Annotated[int, Meta(ge=-1, le=1 << 24)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+TextTokens = Annotated[int, Meta(ge=0, le=1 << 24)]
+QUERIES = ("text_1", "queries", "data_1")
+DOCUMENTS = ("text_2", "documents", "items", "data_2")
 
 
-class ScoreRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /score: one text against several, or as many against as many, in pairs."""
+class PairsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Fields of every request that compares queries with documents."""
 
-    harmless: ClassVar[tuple[str, ...]] = ("user",)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_activation": (True,), "softmax": (True,), "activation": (True,), "mm_processor_kwargs": ({},),
+        "chat_template_kwargs": ({},),
+    }  # fmt: skip
+    harmless: ClassVar[tuple[str, ...]] = ("user", "encoding_format")
 
     model: str = ""
-    text_1: Texts
-    text_2: Texts
+    max_tokens_per_query: TextTokens = 0
+    """Number of tokens of each query to keep, the first ones; 0: all."""
+    max_tokens_per_doc: TextTokens = 0
+    """Number of tokens of each document to keep, the first ones; 0: all."""
     instruction: str | None = None
     """Rule by which a causal reranker judges documents. Other models take none."""
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority = 0
 
+
+class ScoreRequest(PairsRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /score: one text against several, or as many against as many, in pairs.
+
+    Both sides have several names in vLLM: one of QUERIES and one of DOCUMENTS.
+    """
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
     def pairs(self) -> tuple[list[str], list[tuple[int, int]]]:
         """Return all texts, and the places of each pair's two texts in them. Raises ApiError."""
-        left, right = _listed(self.text_1), _listed(self.text_2)
+        (one, left), (other, right) = self._side(QUERIES), self._side(DOCUMENTS)
         if len(left) > 1 and len(left) != len(right):
-            reason = f"text_1 holds {len(left)} texts and text_2 {len(right)}; give one in text_1, or as many in both"
-            raise invalid(reason, "text_1")
+            reason = f"{one} holds {len(left)} texts and {other} {len(right)}; give one in {one}, or as many in both"
+            raise invalid(reason, one)
         both = [(0 if len(left) == 1 else at, len(left) + at) for at in range(len(right))]
         return [*left, *right], both
 
+    def _side(self, names: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the texts of one side, and the name under which they came. Raises ApiError."""
+        given = [(name, texts) for name in names if (texts := getattr(self, name)) is not None]
+        if not given:
+            raise invalid(f"{names[0]} is missing", names[0], "missing_required_parameter")
+        if len(given) > 1:
+            raise invalid(f"give {given[0][0]} or {given[1][0]}, one of them", given[1][0])
+        [(name, texts)] = given
+        return name, _listed(texts)
 
-class RerankRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+
+class RerankRequest(PairsRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /rerank: documents to be ranked for a query, as in the APIs of Jina and Cohere."""
 
-    harmless: ClassVar[tuple[str, ...]] = ("user",)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = PairsRequest.unsupported | {"rank_fields": (["text"],)}
+    harmless: ClassVar[tuple[str, ...]] = (*PairsRequest.harmless, "max_chunks_per_doc")
 
-    model: str = ""
     query: str
     documents: Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=MAX_PROMPTS)]
     """Documents, each a text or an object with a `text`."""
     top_n: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     """Number of documents to return, the best first; 0: all."""
     return_documents: bool = True
-    instruction: str | None = None
-    """Rule by which a causal reranker judges documents. Other models take none."""
-    truncate_prompt_tokens: Truncation | None = None
-    priority: Priority = 0
 
     def texts(self) -> list[str]:
         """Return the documents' texts. Raises ApiError."""
@@ -113,7 +144,8 @@ async def score(service: Service, wanted: ScoreRequest, tenant: str, usage: Requ
     texts, pairs = wanted.pairs()
     scores = await similar(service, wanted, texts, pairs, tenant, usage)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    return {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(usage)
+    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": wanted.model}
+    return head | {"data": data} | _usage(usage)
 
 
 async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: RequestUsage) -> Reply:
@@ -141,6 +173,7 @@ async def similar(
     """Return the score of each pair, given by the places of its texts. Raises ApiError."""
     if len(texts) > MAX_PROMPTS:
         raise invalid(f"the request has {len(texts)} texts; at most {MAX_PROMPTS} are taken", "documents")
+    texts = await _cut(service, wanted, texts, {left for left, _ in pairs}, tenant)
     if service.client.pooling.judges:
         both = [(texts[left], texts[right]) for left, right in pairs]
         kept, priority = wanted.truncate_prompt_tokens, wanted.priority
@@ -149,6 +182,29 @@ async def similar(
         raise invalid("instruction is for rerankers, served with --convert rerank; leave it out", "instruction")
     vectors = await compute(service, _embedding(wanted, texts), tenant, usage)
     return [cosine(vectors[left], vectors[right]) for left, right in pairs]
+
+
+async def _cut(
+    service: Service, wanted: PairsRequest, texts: Sequence[str], queries: Set[int], tenant: str
+) -> Sequence[str]:
+    """Return the texts with the tokens that the request keeps. `queries` has the places of queries. Raises ApiError."""
+    most = [wanted.max_tokens_per_query if at in queries else wanted.max_tokens_per_doc for at in range(len(texts))]
+    if not any(most):
+        return texts
+    spelling = service.client.text
+
+    def cut(text: str, limit: int) -> str:
+        tokens = spelling.encode(text, add_special_tokens=False) if limit else ()
+        return spelling.decode(tokens[:limit]).rstrip("\ufffd") if len(tokens) > limit else text
+
+    def work() -> list[str]:
+        return [cut(text, limit) for text, limit in zip(texts, most, strict=True)]
+
+    try:
+        with service.lane.admission.admit(1, tenant):
+            return await service.off_loop(sum(map(len, texts)), work)
+    except ValueError as error:  # A text is not Unicode.
+        raise invalid(str(error), "documents") from None
 
 
 async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: RequestUsage) -> Reply:

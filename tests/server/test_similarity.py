@@ -49,6 +49,26 @@ async def test_a_score_is_the_cosine_of_two_texts(http: Http, path: str) -> None
     assert one["usage"] == {"prompt_tokens": 23, "total_tokens": 23}
 
 
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+async def test_a_score_takes_vllms_other_names_of_both_sides(http: Http, names: tuple[str, str]) -> None:
+    body = dict(zip(names, (["north"], ["northeast", "south"]), strict=True)) | {"encoding_format": "float"}
+    async with http() as api:
+        scored = (await api.post("/score", json=body)).json()
+    assert [each["score"] for each in scored["data"]] == pytest.approx([0.5**0.5, -1])
+    assert scored["created"] > 1e9
+
+
+async def test_queries_and_documents_are_cut_to_their_own_numbers_of_tokens(http: Http) -> None:
+    documents = [{"text": "northeast"}, "south"]
+    body = {"query": "northwards", "documents": documents, "rank_fields": ["text"], "max_tokens_per_query": 5}
+    async with http() as api:
+        cut = (await api.post("/rerank", json=body)).json()
+        both = (await api.post("/rerank", json=body | {"max_tokens_per_doc": 5})).json()
+    assert [each["relevance_score"] for each in cut["results"]] == pytest.approx([0.5**0.5, -1])
+    assert [each["relevance_score"] for each in both["results"]] == pytest.approx([1, -1])
+    assert [each["document"]["text"] for each in both["results"]] == ["northeast", "south"], "they are shown whole"
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
 async def test_documents_are_ranked_by_their_closeness_to_the_query(http: Http, path: str) -> None:
     documents = ["south", {"text": "northeast"}, "north"]
@@ -95,10 +115,15 @@ async def test_a_chat_is_pooled_as_its_prompt(http: Http, client: Any, monkeypat
         ("/score", {"text_1": ["north", "east"], "text_2": ["north"]}, "text_1"),
         ("/score", {"text_1": [], "text_2": "north"}, "text_1"),
         ("/score", {"text_1": "north"}, "text_2"),
+        ("/score", {"queries": "north", "text_1": "north", "text_2": "east"}, "queries"),
+        ("/score", {"queries": ["north", "east"], "documents": ["north"]}, "queries"),
+        ("/score", {"text_1": "north", "text_2": "east", "use_activation": False}, "use_activation"),
+        ("/rerank", {"query": "north", "documents": ["east"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ("/rerank", {"query": "north", "documents": []}, "documents"),
         ("/rerank", {"query": "north", "documents": ["east", {"picture": "x"}]}, "documents[1]"),
         ("/rerank", {"query": "north", "documents": ["east"] * 1024}, "documents"),
         ("/rerank", {"query": "north", "documents": ["east"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "north", "documents": ["east"], "rank_fields": ["title"]}, "rank_fields"),
         ("/pooling", {"input": "north", "task": "classify"}, "task"),
         ("/pooling", {"input": "north", "model": "other"}, "model"),
     ],

@@ -232,8 +232,10 @@ def load_module(
                 "executor and with trust_remote_code"
             )
         decoder = "encoder-decoder" if config.get("is_encoder_decoder") else "causal decoder"
+        served = "; rerankers must be causal decoders, such as Qwen3-Reranker, served with --convert rerank"
         raise UnsupportedCheckpoint(
             f"{architecture} (model_type {kind!r}) is no {decoder} that Transformers {transformers.__version__} knows"
+            f"{served if architecture.endswith('ForSequenceClassification') else ''}"
         )
     report = dict[str, Any]()
     options: dict[str, Any] = dict(dtype=dtype, trust_remote_code=own_code)

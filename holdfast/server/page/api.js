@@ -20,6 +20,11 @@ function storage(kind) {
   }
 }
 
+/** An error of the network in words. Browsers say `Failed to fetch`, `NetworkError` or `Load failed`. */
+function unreachable(error) {
+  throw error instanceof TypeError ? new Error('The server cannot be reached', { cause: error }) : error;
+}
+
 /** Sends requests. `askKey(wrong)` is called where the server wants a key: it resolves with {key, keep} or null. */
 export class Api {
   constructor(askKey) {
@@ -34,7 +39,9 @@ export class Api {
     this.key = key;
     storage('sessionStorage')?.removeItem(STORED);
     storage('localStorage')?.removeItem(STORED);
-    if (key) storage(keep ? 'localStorage' : 'sessionStorage')?.setItem(STORED, key);
+    try {
+      if (key) storage(keep ? 'localStorage' : 'sessionStorage')?.setItem(STORED, key);
+    } catch {} // the browser has no room: the key lasts as long as the page
     for (const told of this.onKey) told();
   }
 
@@ -53,7 +60,7 @@ export class Api {
         cache: 'no-store',
         credentials: 'omit',
         redirect: 'error',
-      });
+      }).catch(unreachable);
       if (answer.ok) return answer;
       if (answer.status === 401 && (key !== this.key || (await this.needKey(key)))) continue;
       let error = {};
@@ -92,7 +99,7 @@ export class Api {
     let rest = '';
     try {
       for (;;) {
-        const { value, done } = await reader.read();
+        const { value, done } = await reader.read().catch(unreachable);
         if (done) return;
         rest += value;
         const parts = rest.split(/\r?\n\r?\n/);

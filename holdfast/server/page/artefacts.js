@@ -8,6 +8,7 @@ import { ANSWERS } from './tree.js';
 const DEEP = 3; // levels of nesting that are tables; what is deeper is JSON
 const MOST_ROWS = 200; // of a table
 const MOST_COLUMNS = 8;
+const WIDE = 40; // characters of a text from which on its column is not squeezed
 const LONG = 1500; // characters of an output from which on it is folded
 const LINK = /^https?:\/\//i;
 const PAGE = /^\s*(<!doctype html|<html|<svg|<\?xml)/i;
@@ -30,16 +31,20 @@ export class ToolItem {
 
   /** More of a call's arguments, or of its input. */
   push(delta) {
+    if (!this.text) this.element.open = true;
     this.text += delta;
-    this.element.open = true;
     this.body.replaceChildren(codeBlock(this.text, this.language));
   }
 
-  /** The item as it is now. */
+  /** The item as it is now. If that has been drawn, the elements stay, and so does what the user opened or closed. */
   whole(item) {
+    const source = JSON.stringify(item);
+    if (source === this.source) return this;
+    this.source = source;
     this.title(item);
     this.body.replaceChildren(...[bodyOf(item)].flat());
     this.element.open = OPEN[item.type]?.(item) ?? false;
+    return this;
   }
 }
 
@@ -154,7 +159,7 @@ function scrolled(label, table) {
 /** A value of JSON for people. */
 function valueView(value, depth) {
   if (value === null || typeof value === 'number' || typeof value === 'boolean') return el('code', {}, String(value));
-  if (typeof value === 'string') return value.includes('\n') ? codeBlock(value, PAGE.test(value) ? 'html' : 'text') : el('span', { class: 'said' }, value);
+  if (typeof value === 'string') return value.includes('\n') ? codeBlock(value, PAGE.test(value) ? 'html' : 'text') : el('span', { class: value.length > WIDE ? 'said wide' : 'said' }, value);
   if (depth >= DEEP || (Array.isArray(value) ? value.length : Object.keys(value).length) > MOST_ROWS) return el('code', {}, JSON.stringify(value));
   if (Array.isArray(value)) return listView(value, depth);
   const rows = Object.entries(value).map(([name, each]) => el('tr', {}, el('th', { scope: 'row' }, name), el('td', {}, valueView(each, depth + 1))));

@@ -9,6 +9,7 @@ const MOST_TEXT_BYTES = 512 * KIB;
 const MOST_PDF_BYTES = 20 * KIB * KIB;
 const MOST_CHARACTERS = 1024 * KIB; // of all files of a message
 const ENCODINGS = [['utf-8', [0xef, 0xbb, 0xbf]], ['utf-16le', [0xff, 0xfe]], ['utf-16be', [0xfe, 0xff]]];
+const KINDS = { image: 'pictures', audio: 'sounds', video: 'films' };
 const CONTROLS = /[\x00-\x08\x0e-\x1a\x1c-\x1f]/;
 
 /** The text of a file's bytes; null if it is not a text file. */
@@ -115,7 +116,8 @@ export class Attachments {
       Object.assign(file, await found);
     } else {
       const text = textOf(new Uint8Array(bytes));
-      if (text === null) throw new Error('it is neither a text file nor a PDF file');
+      const kind = /^(image|audio|video)\//.exec(given.type)?.[1];
+      if (text === null) throw new Error(kind ? `models here read only text, not ${KINDS[kind]}` : 'it is neither a text file nor a PDF file');
       file.text = text;
     }
   }

@@ -3,7 +3,7 @@
 
 import { Attachments } from './attachments.js';
 import { Comparison } from './compare.js';
-import { dialog, el, icon, iconButton, toast } from './dom.js';
+import { dialog, el, focusNamed, icon, iconButton, place, toast } from './dom.js';
 import { Following, lost } from './following.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
@@ -36,7 +36,9 @@ class Chat {
     this.settings = settings.of(null);
     this.own = false; // whether the settings are for this conversation only
     this.tools = tools.load();
-    this.id = null; // the conversation
+    this.id = null; // of the conversation; null for a new chat
+    this.conversation = null; // null also while it is loaded
+    this.loading = null; // settles when the conversation has been loaded
     this.tree = new Tree();
     this.leaf = null; // the last turn that is shown
     this.views = new Map();
@@ -119,7 +121,12 @@ class Chat {
     await this.loadModels();
     await this.sidebar.reload();
     await this.fromAddress();
-    this.input.focus();
+    this.focusInput();
+  }
+
+  /** Let the user write. Not on a touch screen, where a keyboard would cover half of what the user wants to read. */
+  focusInput() {
+    if (!matchMedia('(hover: none)').matches) this.input.focus();
   }
 
   end() {
@@ -165,7 +172,7 @@ class Chat {
   async fromAddress() {
     const [view, id] = location.hash.slice(1).split('/');
     if (view === 'engine') return;
-    await this.load(/^conv_\w{1,60}$/.test(id ?? '') ? id : null);
+    await (this.loading = this.load(/^conv_\w{1,60}$/.test(id ?? '') ? id : null));
   }
 
   /** Open a conversation, or begin a new one. */
@@ -174,7 +181,7 @@ class Chat {
     if (this.narrow.matches) this.showSidebar(false);
     if (location.hash === hash || (!id && location.hash === '')) this.fromAddress();
     else location.hash = hash;
-    this.input.focus();
+    this.focusInput();
   }
 
   async load(id) {
@@ -183,6 +190,7 @@ class Chat {
     this.live?.leave();
     this.live = null;
     this.id = id;
+    this.conversation = this.sidebar.conversations.get(id) ?? null;
     this.tree = new Tree();
     this.leaf = null;
     this.useSettings();
@@ -197,7 +205,7 @@ class Chat {
     try {
       const told = await this.api.get(`/v1/conversations/${id}/turns`);
       if (run !== this.run) return;
-      this.conversation = this.sidebar.conversations.get(id) ?? (await this.api.get(`/v1/conversations/${id}`));
+      this.conversation ??= await this.api.get(`/v1/conversations/${id}`);
       if (run !== this.run) return;
       this.tree = new Tree(told.turns, told.head);
       if (told.head) this.tree.choose(told.head);
@@ -209,7 +217,12 @@ class Chat {
       this.toEnd(true);
       if (told.turns.length === 0) await this.showItems(run);
       if (running?.metadata?.compare) this.comparison.resume(running, run);
-      else if (running) this.follow(running, `/v1/responses/${running.id}?stream=true`, {}, run);
+      else if (running) {
+        this.live = new Following(this.api, running.id);
+        this.drawButton();
+        const { live, conversation } = this;
+        this.follow({ live, turn: running, conversation, run }, `/v1/responses/${running.id}?stream=true`);
+      }
     } catch (error) {
       if (run !== this.run) return;
       this.column.replaceChildren(el('p', { class: 'error notice' }, error.message));
@@ -226,7 +239,7 @@ class Chat {
   }
 
   drawTitle() {
-    const title = this.id ? titleOf(this.conversation?.id === this.id ? this.conversation : (this.sidebar.conversations.get(this.id) ?? {})) : 'New chat';
+    const title = this.id ? titleOf(this.conversation ?? {}) : 'New chat';
     this.title.textContent = title;
     document.title = this.id ? `${title} · Holdfast` : 'Holdfast';
   }
@@ -255,7 +268,7 @@ class Chat {
     for (const turn of path) {
       const known = this.views.get(turn.id);
       if (known?.turn === turn) {
-        known.drawQuestion(this.tree);
+        known.drawTools(this.tree);
         known.drawFoot(this.tree);
       }
       views.set(turn.id, known?.turn === turn ? known : new TurnView(turn, this.tree, this.actions));
@@ -264,7 +277,7 @@ class Chat {
     const beside = this.comparison.draw(path.at(-1), views);
     const elements = path.map((turn) => views.get(turn.id).element);
     if (path.length === 0) elements.push(this.welcome());
-    this.column.replaceChildren(...(beside ? [...elements.slice(0, -1), beside] : elements));
+    place(this.column, beside ? [...elements.slice(0, -1), beside] : elements);
     this.column.classList.toggle('wide', beside !== null);
     this.branches.hidden = this.tree.turns.size <= path.length;
   }
@@ -278,7 +291,7 @@ class Chat {
     return {
       show: (turn) => this.show(turn),
       retry: (turn) => this.retry(turn),
-      edit: (turn, texts) => this.send(texts, turn.parent, turn),
+      edit: (turn, texts) => this.edit(turn, texts),
       answer: (turn, outputs) => this.answer(turn, outputs),
       beside: (turn) => this.comparison.opener(turn),
     };
@@ -290,9 +303,11 @@ class Chat {
     this.leaf = this.tree.leafBelow(turn.id);
     const before = this.views.get(turn.id) ?? [...this.views.values()].find((view) => view.turn.parent === turn.parent);
     const top = before?.element.getBoundingClientRect().top;
+    const held = before?.element.contains(document.activeElement) ? document.activeElement : null;
     this.draw();
-    const after = this.views.get(turn.id)?.element.getBoundingClientRect().top;
-    if (top !== undefined && after !== undefined) this.thread.scrollTop += after - top;
+    const after = this.views.get(turn.id)?.element;
+    if (top !== undefined && after) this.thread.scrollTop += after.getBoundingClientRect().top - top;
+    if (held && after) focusNamed(after, held);
   }
 
   scrolled() {
@@ -336,27 +351,38 @@ class Chat {
       const last = [...this.views.values()].at(-1);
       if (last && !this.live) {
         event.preventDefault();
-        last.edit(this.tree);
+        last.edit();
       }
     }
   }
 
   async submit() {
     await this.ready;
+    const { run } = this;
+    await this.loading;
+    if (run !== this.run) return;
     const text = this.input.value.trim();
     if (!text || this.live || this.attachments.reading) return;
     const files = this.attachments.take();
     const sent = [text, ...files.map((file) => filePart(file.name, file.text))];
     this.input.value = '';
     this.grow();
-    if (!(await this.send(sent, this.tree.base(this.leaf)?.id ?? null)) && !this.input.value) {
-      this.input.value = text; // nothing was taken: let the user send it again
+    if (!(await this.send(sent, this.tree.base(this.leaf)?.id ?? null))) {
+      // Nothing was taken: let the user send it again, before what was written meanwhile.
+      this.input.value = [text, this.input.value].filter(Boolean).join('\n\n');
       this.attachments.restore(files);
       this.grow();
     }
   }
 
+  /** Send another version of a message. If the server does not take it, the editor comes back. */
+  async edit(turn, texts) {
+    if (!this.live) this.focusInput();
+    if (!(await this.send(texts, turn.parent, turn))) [...this.views.values()].findLast((view) => view.turn === turn)?.edit(texts[0]);
+  }
+
   retry(turn) {
+    if (!this.live) this.focusInput();
     const input = turn.input.map((item) => (item.type === 'message' ? { role: item.role, content: item.content } : item));
     return this.send(null, turn.parent, turn, input);
   }
@@ -374,39 +400,45 @@ class Chat {
     }
   }
 
+  /** Whether an answer is being written here, which the user is told. */
+  isBusy() {
+    if (this.live) toast('An answer is being written. Stop it, or wait for its end.');
+    return this.live !== null;
+  }
+
   /**
    * Ask below a turn (null: at the beginning). `sibling` is the turn that this one stands beside, if there is one.
-   * Returns whether the server took the request.
+   * The message is sent even if the user opens another chat meanwhile. Returns whether the server took the request.
    */
   async send(texts, parent, sibling = null, input = null, fields = tools.asFields(this.tools)) {
-    if (this.live) return false;
-    const run = this.run;
+    if (this.isBusy()) return false;
+    const { run, tree } = this;
+    const asking = { ...this.fields, ...fields };
     const items = input ?? [{ role: 'user', content: texts.map((text) => ({ type: 'input_text', text })) }];
     if (input === null && this.comparison.on) return this.comparison.send(items, parent, sibling);
-    this.live = new Following(this.api);
+    const live = (this.live = new Following(this.api));
     this.drawButton();
     const turn = { id: 'new', parent, input: items.map((item) => ({ type: 'message', ...item })), output: [], status: 'queued', metadata: {} };
     const shown = this.leaf;
-    this.tree.add(turn);
+    tree.add(turn);
     this.leaf = turn.id;
     this.draw();
     this.toEnd(true);
     try {
-      if (this.id === null) await this.create(asked(turn));
-      if (run !== this.run) return true;
-      await this.moveHead(parent, sibling);
+      const conversation = await this.ensureConversation(asked(turn), run);
+      await this.moveHead(conversation.id, tree, parent, sibling);
       const body = {
-        ...this.fields, ...fields, input: items, conversation: this.id,
+        ...asking, input: items, conversation: conversation.id,
         background: true, stream: true, metadata: { sent: String(Date.now()) },
       };
-      if (run !== this.run) return true;
-      await this.follow(turn, '/v1/responses', { method: 'POST', body }, run);
-      return !isNew(turn);
+      await this.follow({ live, turn, conversation, run }, '/v1/responses', { method: 'POST', body });
+      return true;
     } catch (error) {
-      if (run !== this.run) return true;
       toast(error.message, 'error');
-      this.live = null;
-      this.forget(turn, shown);
+      if (run === this.run) {
+        this.live = null;
+        this.forget(turn, shown);
+      }
       return false;
     }
   }
@@ -420,41 +452,45 @@ class Chat {
     this.drawButton();
   }
 
-  async create(text) {
-    const line = text.trim().split('\n')[0];
-    const title = line.length > 60 ? `${line.slice(0, 57).trimEnd()}…` : line;
+  /** The conversation of this chat. A new chat gets one, named after its first message. */
+  async ensureConversation(text, run) {
+    const { id, own, settings: chosen } = this;
+    if (id !== null) return this.conversation ?? { id };
+    const line = [...text.trim().split('\n')[0]];
+    const title = line.length > 60 ? `${line.slice(0, 57).join('').trimEnd()}…` : line.join('');
     const made = await this.api.post('/v1/conversations', { metadata: { title } });
+    if (own) settings.keepFor(made.id, chosen);
+    if (run !== this.run) return made;
     this.id = made.id;
     this.conversation = made;
-    if (this.own) settings.keepFor(made.id, this.settings);
     this.sidebar.selected = made.id;
     history.replaceState(null, '', `#chat/${made.id}`);
     this.drawTitle();
+    return made;
   }
 
-  /** Have the conversation go on from `parent`, where it does not yet. */
-  async moveHead(parent, sibling) {
-    if (this.tree.head === parent) return;
-    const beside = [sibling, ...this.tree.siblings({ parent })].find((turn) => turn && !isNew(turn));
-    const wanted = parent !== null && goesOn(this.tree.get(parent)) ? { after: parent } : beside ? { before: beside.id } : null;
+  /** Have a conversation go on from `parent`, where it does not yet. */
+  async moveHead(id, tree, parent, sibling) {
+    if (tree.head === parent) return;
+    const beside = [sibling, ...tree.siblings({ parent })].find((turn) => turn && !isNew(turn));
+    const wanted = parent !== null && goesOn(tree.get(parent)) ? { after: parent } : beside ? { before: beside.id } : null;
     if (wanted === null) return;
-    await this.api.post(`/v1/conversations/${this.id}/head`, wanted);
-    this.tree.head = parent;
+    await this.api.post(`/v1/conversations/${id}/head`, wanted);
+    tree.head = parent;
   }
 
-  /** Draw an answer as its events come. */
-  async follow(turn, path, options, run) {
-    const live = (this.live ??= new Following(this.api, turn.id));
-    this.drawButton();
+  /** Draw an answer as its events come. Throws if the server does not take the request. */
+  async follow({ live, turn, conversation, run }, path, options = {}) {
     try {
       for await (const event of live.events(path, options)) {
+        if (event.type === 'response.created') this.sidebar.touch(conversation);
         if (run !== this.run) return;
         if (event.type === 'response.created') this.named(turn, event.response);
         this.happened(turn, event);
       }
     } catch (error) {
-      if (run !== this.run || live.left) return;
       if (live.id === null) throw error; // it was never taken
+      if (live.left) return;
       Object.assign(turn, { status: 'failed', error: lost(error) });
     }
     if (run !== this.run) return;
@@ -463,7 +499,7 @@ class Chat {
     this.views.get(turn.id)?.drawAnswer();
     this.draw();
     this.status.textContent = turn.status === 'completed' ? 'The answer is complete.' : `The answer is ${turn.status}.`;
-    this.sidebar.touch(this.conversation);
+    this.sidebar.touch(conversation);
   }
 
   /** Give a new turn the id of its response. */
@@ -489,7 +525,7 @@ class Chat {
         if (event.item.type !== 'message') view?.item(event.item);
         break;
       case 'response.output_item.done':
-        if (event.item.type !== 'message' && event.item.type !== 'reasoning') view?.item(event.item).whole(event.item);
+        view?.item(event.item).whole(event.item);
         break;
       case 'response.output_text.delta':
       case 'response.reasoning_text.delta':
@@ -540,8 +576,8 @@ class Chat {
 
   /** Use new settings: for this chat only, or for all that have none of their own. */
   changed(chosen, own) {
-    if (!own) settings.keepForAll(chosen);
-    if (this.id) settings.keepFor(this.id, own ? chosen : null);
+    const kept = [own || settings.keepForAll(chosen), !this.id || settings.keepFor(this.id, own ? chosen : null)];
+    if (kept.includes(false)) toast(`The settings last until another chat is opened: ${settings.NO_ROOM}`, 'error');
     this.settings = chosen;
     this.own = own;
     this.drawModel();
@@ -551,7 +587,7 @@ class Chat {
     this.frame.classList.toggle('no-sidebar', !open);
     this.sidebar.element.inert = !open;
     this.toggle.setAttribute('aria-expanded', String(open));
-    if (open && this.narrow.matches) this.sidebar.search.focus();
+    if (open && this.narrow.matches) this.sidebar.element.querySelector('button').focus();
   }
 
   /** All branches as an indented list. */

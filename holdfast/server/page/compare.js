@@ -63,6 +63,7 @@ class Together {
     const following = new Following(this.api, id);
     this.followings.set(turn, following);
     if (this.stopped) following.stop();
+    if (this.left) following.leave();
     return following;
   }
 
@@ -142,7 +143,9 @@ export class Comparison {
       views.set(each.id, view);
       return this.drawColumn(each, view, at);
     });
-    const question = new TurnView(base, chat.tree, chat.actions);
+    const question = this.question?.turn === base ? this.question : new TurnView(base, chat.tree, chat.actions);
+    this.question = question;
+    question.drawTools(chat.tree);
     views.set('question', question); // the last one: its message is the one that can be edited
     this.note = el('p', { class: 'muted notice compare-note' });
     this.element = el('section', { class: 'turn compare', 'aria-label': 'Answers side by side' }, question.question, el('div', { class: `columns of-${group.length}` }, drawn), this.note);
@@ -226,7 +229,7 @@ export class Comparison {
   /** Ask again for the answer of one column. The one before stays a branch. */
   async again(turn) {
     const { chat } = this;
-    if (chat.live) return false;
+    if (chat.isBusy()) return false;
     const fresh = this.turn(`new ${turn.metadata.compare} ${Date.now()}`, turn.parent, turn.input, turn.metadata);
     const shown = chat.leaf;
     chat.tree.add(fresh);
@@ -241,57 +244,61 @@ export class Comparison {
   /** Ask for these answers. `forget` takes the turns away again if none of them can be asked for. */
   async ask(turns, sibling, forget) {
     const { chat } = this;
-    const run = chat.run;
+    const { run, tree } = chat;
     const live = (chat.live = new Together(chat.api));
+    const common = { ...chat.fields, ...tools.asFields(chat.tools) };
     const [{ parent }] = turns;
+    let conversation;
     chat.drawButton();
     chat.draw();
     chat.toEnd(true);
     try {
-      if (chat.id === null) await chat.create(asked(turns[0]));
-      if (run !== chat.run) return true;
-      await chat.moveHead(parent, sibling);
+      conversation = await chat.ensureConversation(asked(turns[0]), run);
+      await chat.moveHead(conversation.id, tree, parent, sibling);
     } catch (error) {
-      if (run !== chat.run) return true;
       toast(error.message, 'error');
-      chat.live = null;
-      forget();
+      if (run === chat.run) {
+        chat.live = null;
+        forget();
+      }
       return false;
     }
-    if (run !== chat.run) return true;
-    const common = { ...chat.fields, ...tools.asFields(chat.tools) };
-    live.ended = Promise.all(turns.map((turn) => {
+    const followings = turns.map((turn) => live.add(turn));
+    live.ended = Promise.all(turns.map((turn, at) => {
       const body = {
         ...common, ...fieldsOf(variantOf(turn)), input: turn.input.map((item) => (item.type === 'message' ? { role: item.role, content: item.content } : item)),
-        conversation: { id: chat.id, branch: true }, background: true, stream: true, metadata: { ...turn.metadata, sent: String(Date.now()) },
+        conversation: { id: conversation.id, branch: true }, background: true, stream: true, metadata: { ...turn.metadata, sent: String(Date.now()) },
       };
-      return this.follow(turn, live.add(turn), '/v1/responses', { method: 'POST', body }, run);
+      return this.follow({ live: followings[at], turn, conversation, run }, '/v1/responses', { method: 'POST', body });
     }));
     await this.end(live, run);
-    return turns.some((turn) => !isNew(turn));
+    return followings.some(({ id }) => id !== null);
   }
 
   /** Go on showing the answers of a group of which one is being written. */
   async resume(turn, run) {
     const { chat } = this;
     const live = (chat.live = new Together(chat.api));
+    const { conversation } = chat;
     chat.drawButton();
     const running = chat.tree.group(turn).filter(isRunning);
-    live.ended = Promise.all(running.map((each) => this.follow(each, live.add(each, each.id), `/v1/responses/${each.id}?stream=true`, {}, run)));
+    live.ended = Promise.all(running.map((each) => this.follow({ live: live.add(each, each.id), turn: each, conversation, run }, `/v1/responses/${each.id}?stream=true`)));
     await this.end(live, run);
   }
 
-  async follow(turn, following, path, options, run) {
+  async follow({ live, turn, conversation, run }, path, options = {}) {
     const { chat } = this;
     try {
-      for await (const event of following.events(path, options)) {
+      for await (const event of live.events(path, options)) {
+        if (event.type === 'response.created') chat.sidebar.touch(conversation);
         if (run !== chat.run) return;
         if (event.type === 'response.created') chat.named(turn, event.response);
         chat.happened(turn, event);
       }
     } catch (error) {
-      if (run !== chat.run || following.left) return;
-      Object.assign(turn, { status: 'failed', error: following.id ? lost(error) : { message: error.message } });
+      if (live.left && live.id) return;
+      if (live.left) toast(error.message, 'error');
+      Object.assign(turn, { status: 'failed', error: live.id ? lost(error) : { message: error.message } });
     }
     if (run !== chat.run) return;
     chat.live?.followings?.delete(turn);
@@ -347,7 +354,7 @@ function editVariants(before, models, model) {
       });
       rows.push(row);
     };
-    const more = el('button', { type: 'button', class: 'button', onclick: () => {
+    const more = el('button', { type: 'button', class: 'button more', onclick: () => {
       add({ model });
       draw();
       rows.at(-1).element.querySelector('select').focus();
@@ -366,8 +373,8 @@ function editVariants(before, models, model) {
     };
     return el('form', { class: 'form', onsubmit: submit },
       el('p', { class: 'muted' }, 'Each message gets an answer from each of them at once. What is empty is as in the settings. All answers are kept as branches.'),
-      list,
-      el('div', { class: 'dialog-actions' }, more, el('span', { class: 'space' }),
+      list, more,
+      el('div', { class: 'dialog-actions' },
         el('button', { type: 'button', class: 'button', onclick: () => finish([]) }, 'One answer'),
         el('button', { type: 'submit', class: 'button primary' }, 'Use')));
   });

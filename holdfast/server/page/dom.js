@@ -23,6 +23,31 @@ export function svg(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Let an element have these children. Those that it has are not taken out, so they keep the focus and their scrolling. */
+export function place(parent, children) {
+  const wanted = new Set(children);
+  for (const each of [...parent.childNodes]) if (!wanted.has(each)) each.remove();
+  let next = parent.firstChild;
+  for (const each of wanted) {
+    if (each === next) next = next.nextSibling;
+    else parent.insertBefore(each, next);
+  }
+}
+
+/** Draw an element's buttons anew. The focus goes to the button with the name of the one that had it. */
+export function renew(parent, buttons) {
+  const held = parent.contains(document.activeElement) ? document.activeElement : null;
+  parent.replaceChildren(...buttons);
+  if (held) focusNamed(parent, held);
+}
+
+/** Focus the button of an element that has another one's name; if it is disabled, the one next to it. */
+export function focusNamed(element, { ariaLabel }) {
+  const button = ariaLabel && element.querySelector(`button[aria-label="${CSS.escape(ariaLabel)}"]`);
+  const open = button?.disabled ? button.parentElement.querySelector('button:enabled') : button;
+  open?.focus({ preventScroll: true });
+}
+
 const ICONS = {
   plus: 'M12 5v14M5 12h14',
   search: 'M11 4a7 7 0 1 0 0 14 7 7 0 0 0 0-14zM16.5 16.5 21 21',
@@ -64,6 +89,22 @@ export function iconButton(name, label, onclick, properties = {}) {
   return el('button', { type: 'button', class: 'ghost', 'aria-label': label, title: label, onclick, ...properties }, icon(name));
 }
 
+/** Copy a text to the clipboard. Returns whether the browser allowed it. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {} // without TLS, a page of another machine has no such interface: copy a selection
+  const held = document.activeElement;
+  const area = el('textarea', { class: 'sr', readonly: true, value: text });
+  (document.querySelector('dialog[open]') ?? document.body).append(area);
+  area.select();
+  const done = document.execCommand('copy');
+  area.remove();
+  held?.focus({ preventScroll: true });
+  return done;
+}
+
 /** Save a text as a file. It is never opened here, whatever it is. */
 export function download(name, text, type = 'text/plain') {
   const url = URL.createObjectURL(new Blob([text].flat(), { type }));
@@ -82,7 +123,12 @@ export function toast(text, kind = 'info') {
   setTimeout(() => shown.remove(), kind === 'error' ? 9000 : 3500);
 }
 
-/** A modal dialog with a title. Resolves with what `finish(value)` is given, or null when it is closed. */
+const FIELDS = ':is(input, select, textarea, button):enabled:not([hidden])';
+
+/**
+ * A modal dialog with a title, with the focus on its first field or button. Resolves with what `finish(value)` is given,
+ * or null when it is closed.
+ */
 export function dialog(title, build) {
   return new Promise((resolve) => {
     let result = null;
@@ -93,7 +139,8 @@ export function dialog(title, build) {
     const close = iconButton('close', 'Close', () => box.close());
     const heading = el('h2', { id: 'dialog-title' }, title);
     const box = el('dialog', { class: 'dialog', 'aria-labelledby': 'dialog-title' }, el('div', { class: 'dialog-head' }, heading, close));
-    box.append(...[build(finish)].flat());
+    const content = [build(finish)].flat();
+    box.append(...content);
     box.addEventListener('close', () => {
       box.remove();
       resolve(result);
@@ -103,6 +150,8 @@ export function dialog(title, build) {
     });
     document.body.append(box);
     box.showModal();
+    const first = box.querySelector('[autofocus]') ?? content.map((each) => each.querySelector(FIELDS)).find(Boolean);
+    first?.focus();
   });
 }
 

@@ -148,7 +148,7 @@ export class Lanes {
       paint.lineTo(width, y);
       paint.stroke();
       paint.setLineDash([]);
-      this.label(`target ${duration(target)}`, 76, y - 3, colors.target);
+      this.label(`target ${duration(target)}`, width - 4, y - 3, colors.target, 'right');
     }
     this.bars(columns, columns.decodes, columns.mostDecodes, tops[1], LANES[1].height, () => colors.decode);
     // Prompt tokens, with what the budget left room for beside the decodes, as far as that is not far above.
@@ -176,7 +176,7 @@ export class Lanes {
         paint.fillRect(columns.left[at], middle, wide, Math.max(2, (columns.outward[at] / mostCopied) * half));
       }
     }
-    this.waiting(recording, from, to, x, tops[4], colors);
+    const mostWaiting = this.waiting(recording, from, to, x, tops[4], colors);
     if (lanes.length > LANES.length) {
       paint.fillStyle = colors.training;
       for (let at = firstFrom(recording.slices, from - 1); at < recording.slices.length && recording.slices[at].at < to; at++) {
@@ -184,9 +184,8 @@ export class Lanes {
         paint.fillRect(x(slice.at), tops[5] + 3, Math.max(1, x(slice.at + slice.seconds) - x(slice.at)), TRAINING.height - 6);
       }
     }
-    for (const [place, lane] of lanes.entries()) this.label(lane.name, 5, tops[place] + 12, colors.muted);
-    const scales = [duration(tallest), number(columns.mostDecodes), number(columns.mostPrefill && most), columns.mostCopied ? `${number(columns.mostCopied)} blocks` : ''];
-    for (const [place, text] of scales.entries()) if (text !== '0') this.label(text, width - 4, tops[place] + 12, colors.muted, 'right');
+    const scales = [columns.count && duration(tallest), columns.count && number(columns.mostDecodes), columns.mostPrefill && number(most), columns.mostCopied && `${number(columns.mostCopied)} blocks`, mostWaiting && number(mostWaiting)];
+    for (const [place, lane] of lanes.entries()) this.label(scales[place] ? `${lane.name}, up to ${scales[place]}` : lane.name, 5, tops[place] + 12, colors.muted);
     this.axis(from, to, x, width, height, recording, colors);
     if (selected && selected.at + selected.seconds > from && selected.at < to) {
       paint.strokeStyle = colors.text;
@@ -261,10 +260,11 @@ export class Lanes {
     }
   }
 
+  /** The number of requests that wait. Returns the highest one. */
   waiting(recording, from, to, x, top, colors) {
     const paint = this.context, { looks } = recording;
     const first = Math.max(0, firstFrom(looks, from) - 1);
-    let most = 1;
+    let most = 0;
     for (let at = first; at < looks.length && looks[at].at < to; at++) most = Math.max(most, looks[at].queues.waiting);
     paint.fillStyle = colors.waiting;
     for (let at = first; at < looks.length && looks[at].at < to; at++) {
@@ -274,7 +274,7 @@ export class Lanes {
       const tall = (queues.waiting / most) * (LANES[4].height - 4);
       paint.fillRect(start, top + LANES[4].height - tall, Math.max(1, stop - start), tall);
     }
-    if (most > 1) this.label(number(most), this.canvas.clientWidth - 4, top + 12, colors.muted, 'right');
+    return most;
   }
 
   axis(from, to, x, width, height, recording, colors) {

@@ -128,6 +128,7 @@ function savedAt(look) {
   const stats = look?.stats;
   if (!stats?.prefix_queries) return { term: 'saved', value: 'Nothing yet', text: 'No prompt has come yet.' };
   const { prefix_queries: asked, prefix_hits: hits } = stats;
+  if (!hits) return { term: 'saved', value: 'Nothing yet', text: `None of ${plural(asked, 'prompt token')} so far was found in kept state.` };
   const share = Math.round((100 * hits) / asked);
   return { term: 'saved', value: `${share}% of prompt tokens`, text: `${number(hits)} of ${number(asked)} so far were found in kept state, and not computed again.` };
 }

@@ -2,7 +2,7 @@
 
 import { toast } from './dom.js';
 
-const TRIES = 5; // to take up an answer's stream again after the connection broke
+const TRIES = 6; // to take up an answer's stream again after the connection broke: 25 seconds in all
 const LAST = new Set(['response.completed', 'response.incomplete', 'response.failed']);
 
 /** An answer that is being written. `id` is null until the server has taken the request. */
@@ -12,21 +12,20 @@ export class Following {
     this.id = id;
     this.stopped = false; // the user wants it to stop
     this.told = false; // the server knows that
+    this.left = false; // the page has turned away from it; it goes on being written
     this.connection = new AbortController();
   }
 
-  /** Whether the page has turned away from it. It goes on being written. */
-  get left() {
-    return this.connection.signal.aborted;
-  }
-
+  /** Turn away. A request that the server has not taken yet is not ended, or the message would be lost. */
   leave() {
-    this.connection.abort();
+    this.left = true;
+    if (this.id) this.connection.abort();
   }
 
   /**
-   * Yield the answer's events up to the last one. `path` and `options` are the request that begins the stream; after a
-   * break it goes on from the last event. Throws if the server takes no request, or after too many breaks.
+   * Yield the answer's events up to the last one, or until the page turns away. `path` and `options` are the request that
+   * begins the stream; after a break it goes on from the last event. Throws if the server takes no request, or after too
+   * many breaks.
    */
   async *events(path, options = {}) {
     const { signal } = this.connection;
@@ -41,11 +40,12 @@ export class Following {
           if (data.type === 'response.created') this.id = data.response.id;
           if (this.stopped && this.id && !this.told) this.tell();
           yield data;
-          if (LAST.has(data.type)) return;
+          if (this.left || LAST.has(data.type)) return;
         }
-        throw new Error(this.id ? 'the stream ended before the answer' : 'the server ended the answer before it began');
+        throw new Error(this.id ? 'The stream ended before the answer' : 'The server ended the answer before it began');
       } catch (error) {
-        if (this.left || this.id === null || tries >= TRIES || error.status) throw error;
+        if (this.left || this.id === null || tries >= TRIES || error.status < 500) throw error;
+        if (tries === 1) toast('The connection broke. Connecting again…');
         await new Promise((resume) => setTimeout(resume, 400 * 2 ** tries));
       }
     }
@@ -71,5 +71,5 @@ export class Following {
 
 /** What a turn says whose stream was lost. */
 export function lost(error) {
-  return { message: `The connection broke: ${error.message}. Reload the page to see what became of the answer.` };
+  return { message: `The connection broke. ${error.message}. Reload the page to see what became of the answer.` };
 }

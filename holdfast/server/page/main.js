@@ -52,10 +52,16 @@ async function show(name) {
   }
   await before?.module?.unmount();
   if (before) document.getElementById(`view-${before.name}`).replaceChildren();
-  const module = await VIEWS[name]();
-  if (shown !== mine) return;
-  mine.module = module;
-  await module.mount(document.getElementById(`view-${name}`), api);
+  const place = document.getElementById(`view-${name}`);
+  try {
+    const module = await VIEWS[name]();
+    if (shown !== mine) return;
+    mine.module = module;
+    await module.mount(place, api);
+  } catch (error) {
+    if (mine.module !== null) throw error;
+    if (shown === mine) place.replaceChildren(el('p', { class: 'error list-note' }, 'This view cannot be loaded. Is the server running? Reload the page to try again.'));
+  }
 }
 
 /** The view that the address names: #engine, or #chat with a conversation behind it. */

@@ -1,6 +1,6 @@
 // Markdown to elements, without a string of markup on the way: marked only splits the text into tokens.
 
-import { download, el, icon } from './dom.js';
+import { copyText, download, el, icon } from './dom.js';
 import { formula } from './formula.js';
 import { lex } from './math_lexer.js';
 import Prism from './vendor/prism.js';
@@ -163,12 +163,7 @@ export function codeBlock(text, info) {
 }
 
 async function copied(text, label) {
-  try {
-    await navigator.clipboard.writeText(text);
-    label.textContent = 'Copied';
-  } catch {
-    label.textContent = 'Not allowed';
-  }
+  label.textContent = (await copyText(text)) ? 'Copied' : 'Not allowed';
   setTimeout(() => (label.textContent = 'Copy'), 1500);
 }
 

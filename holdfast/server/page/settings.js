@@ -46,18 +46,18 @@ export function ownOf(chat) {
   return own === undefined ? null : valid(own);
 }
 
-/** Keep settings for all chats that have none of their own. */
+/** Keep settings for all chats that have none of their own. Returns whether the browser could. */
 export function keepForAll(settings) {
-  write(COMMON, settings);
+  return write(COMMON, settings);
 }
 
-/** Keep settings for one chat. null: it has none of its own any more. */
+/** Keep settings for one chat. null: it has none of its own any more. Returns whether the browser could. */
 export function keepFor(chat, settings) {
   const all = chats();
-  if (settings === null && !all.has(chat)) return;
+  if (settings === null && !all.has(chat)) return true;
   all.delete(chat);
   if (settings !== null) all.set(chat, settings);
-  write(CHATS, Object.fromEntries([...all].slice(-MOST_CHATS)));
+  return write(CHATS, Object.fromEntries([...all].slice(-MOST_CHATS)));
 }
 
 function chats() {

@@ -211,7 +211,9 @@ export class Sidebar {
     const metadata = { ...conversation.metadata, title };
     await this.api.post(`/v1/conversations/${conversation.id}`, { metadata });
     conversation.metadata = metadata;
-    this.list.querySelector(`[data-id="${CSS.escape(conversation.id)}"]`)?.replaceWith(this.row(conversation, age(conversation.active_at)));
+    const row = this.row(conversation, age(conversation.active_at));
+    this.list.querySelector(`[data-id="${CSS.escape(conversation.id)}"]`)?.replaceWith(row);
+    row.querySelector('.row-more').focus();
     this.chat.renamed(conversation);
   }
 

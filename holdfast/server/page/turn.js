@@ -1,7 +1,7 @@
 // Draws one turn: what was asked, the answer as it grows, its figures, and the buttons around them.
 
 import { ToolItem, answerForm } from './artefacts.js';
-import { el, icon, iconButton } from './dom.js';
+import { copyText, el, icon, iconButton, place, renew } from './dom.js';
 import { Markdown, codeBlock } from './markdown.js';
 import { isRunning, textOf } from './tree.js';
 
@@ -22,6 +22,7 @@ export class TurnView {
     this.actions = actions;
     this.parts = new Map(); // by item id: what draws it
     this.question = el('div', { class: 'question' });
+    this.tools = el('div', { class: 'tools' });
     this.answer = el('div', { class: 'answer' });
     this.foot = el('div', { class: 'foot' });
     this.element = el('section', { class: 'turn', 'data-id': turn.id }, this.question, this.answer, this.foot);
@@ -35,27 +36,35 @@ export class TurnView {
     const name = (item) => (item.type === 'message' ? '' : tree.called(turn, item));
     const history = (turn.history ?? []).map((item) => drawnItem(item, name(item)));
     const parts = (turn.input ?? []).map((item) => drawnItem(item, name(item)));
-    const questions = tree.questions(turn);
-    const tools = el(
-      'div',
-      { class: 'tools' },
-      iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
-      (turn.input ?? []).some((item) => item.type === 'message') && iconButton('edit', 'Edit the message, as a new branch', () => this.edit(tree), { class: 'ghost small', 'data-action': 'edit' }),
-      questions.length > 1 ? switcher(questions, turn, 'question', (other) => this.actions.show(other)) : null,
-    );
-    this.question.replaceChildren(...history, el('div', { class: 'asked' }, el('div', { class: 'asked-parts' }, parts), tools));
+    this.drawTools(tree);
+    this.drawn = [...history, el('div', { class: 'asked' }, el('div', { class: 'asked-parts' }, parts), this.tools)];
+    this.question.replaceChildren(...this.drawn);
   }
 
-  /** Put an editor in the question's place. */
-  edit(tree) {
+  /** The buttons beside the question. They change with the tree; an editor in the question's place stays. */
+  drawTools(tree) {
+    const { turn } = this;
+    const questions = tree.questions(turn);
+    renew(
+      this.tools,
+      [
+        iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
+        (turn.input ?? []).some((item) => item.type === 'message') && iconButton('edit', 'Edit the message, as a new branch', () => this.edit(), { class: 'ghost small', 'data-action': 'edit' }),
+        questions.length > 1 && switcher(questions, turn, 'question', (other) => this.actions.show(other)),
+      ].filter(Boolean),
+    );
+  }
+
+  /** Put an editor in the question's place, with another text than the question's if one is given. */
+  edit(written = null) {
     const first = (this.turn.input ?? []).find((item) => item.type === 'message');
     const [text, ...files] = (first?.content ?? []).map((part) => part.text);
-    const input = el('textarea', { class: 'field', 'aria-label': 'Edit the message', rows: 3, value: text ?? '' });
+    const input = el('textarea', { class: 'field', 'aria-label': 'Edit the message', rows: 3, value: written ?? text ?? '' });
     const send = () => {
       if (input.value.trim()) this.actions.edit(this.turn, [input.value, ...files]);
     };
     const back = () => {
-      this.drawQuestion(tree);
+      this.question.replaceChildren(...this.drawn);
       this.question.querySelector('[data-action="edit"]')?.focus();
     };
     input.addEventListener('keydown', (event) => {
@@ -78,19 +87,13 @@ export class TurnView {
     input.setSelectionRange(input.value.length, input.value.length);
   }
 
+  /** Draw the answer as it is now. What has been drawn of it keeps its elements, and what the user opened stays open. */
   drawAnswer() {
-    this.parts.clear();
-    this.answer.replaceChildren();
-    for (const item of this.turn.output ?? []) this.item(item).whole(item);
     const { turn } = this;
-    if (isRunning(turn) && (turn.output ?? []).length === 0) this.wait();
-    if (turn.status === 'failed') this.answer.append(el('p', { class: 'error notice' }, turn.error?.message ?? 'The answer failed.'));
-    if (turn.status === 'cancelled') this.answer.append(el('p', { class: 'muted notice' }, 'Stopped.'));
-    if (turn.status === 'incomplete') this.answer.append(el('p', { class: 'muted notice' }, 'Cut off at the most tokens of an answer.'));
-  }
-
-  wait() {
-    this.answer.append(el('p', { class: 'waiting muted' }, el('span', { class: 'dots', 'aria-hidden': 'true' }, el('i'), el('i'), el('i')), el('span', { class: 'sr' }, 'Waiting for the answer')));
+    const output = (turn.output ?? []).map((item) => this.item(item).whole(item));
+    const drawn = [...output, ...this.parts.values()].map((part) => part.element); // a stream that broke has no output
+    const end = isRunning(turn) && drawn.length === 0 ? waiting() : noticeOf(turn);
+    place(this.answer, end ? [...drawn, end] : drawn);
   }
 
   /** What draws an item of the answer. */
@@ -109,8 +112,9 @@ export class TurnView {
     const running = isRunning(turn);
     const answers = tree.answers(turn);
     this.element.classList.toggle('running', running);
-    this.foot.replaceChildren(
-      ...[
+    renew(
+      this.foot,
+      [
         answers.length > 1 ? switcher(answers, turn, 'answer', (other) => this.actions.show(other)) : null,
         running ? null : copyButton(turn),
         running ? null : iconButton('retry', 'Try again, as a new branch', () => this.actions.retry(turn), { class: 'ghost small', 'data-action': 'retry' }),
@@ -134,24 +138,45 @@ export class TurnView {
   }
 }
 
+/** How an answer ended, if it did not end well. */
+function noticeOf(turn) {
+  if (turn.status === 'failed') return el('p', { class: 'error notice' }, turn.error?.message ?? 'The answer failed.');
+  if (turn.status === 'cancelled') return el('p', { class: 'muted notice' }, 'Stopped.');
+  if (turn.status === 'incomplete') return el('p', { class: 'muted notice' }, 'Cut off at the most tokens of an answer.');
+  return null;
+}
+
 /** An item of an answer as it grows: a message or reasoning. */
 class ItemView {
   constructor(item) {
     this.text = '';
     this.body = el('div', { class: 'markdown' });
-    this.element = item.type === 'message' ? this.body : el('details', { class: 'reasoning' }, el('summary', {}, 'Reasoning'), this.body);
+    this.summary = el('summary', {}, 'Reasoning');
+    this.element = item.type === 'message' ? this.body : el('details', { class: 'reasoning' }, this.summary, this.body);
     this.markdown = new Markdown(this.body);
   }
 
   push(delta) {
+    if (!this.text) this.summary.replaceChildren('Thinking ', dots());
     this.text += delta;
     this.markdown.update(this.text);
   }
 
   whole(item) {
+    this.summary.replaceChildren('Reasoning');
     this.text = textOf(item);
     this.markdown.draw(this.text);
+    return this;
   }
+}
+
+function waiting() {
+  return el('p', { class: 'waiting muted' }, dots(), el('span', { class: 'sr' }, 'Waiting for the answer'));
+}
+
+/** Three dots that move while something is awaited. */
+function dots() {
+  return el('span', { class: 'dots', 'aria-hidden': 'true' }, el('i'), el('i'), el('i'));
 }
 
 function drawnItem(item, name) {
@@ -211,20 +236,14 @@ export function figures(turn) {
 const number = (count) => Number(count ?? 0).toLocaleString('en');
 const duration = (ms) => (ms < 1000 ? `${Number(ms).toFixed(0)} ms` : `${(ms / 1000).toFixed(2)} s`);
 
-/** A button that copies the text of an answer. */
+/** A button that copies the text of an answer; null if it has none. */
 export function copyButton(turn) {
-  const text = () => (turn.output ?? []).filter((item) => item.type === 'message').map(textOf).join('\n\n');
-  return iconButton('copy', 'Copy the answer', (event) => copy(event, text()), { class: 'ghost small' });
+  const text = (turn.output ?? []).filter((item) => item.type === 'message').map(textOf).join('\n\n');
+  return text ? iconButton('copy', 'Copy the answer', (event) => copy(event, text), { class: 'ghost small' }) : null;
 }
 
 async function copy(event, text) {
   const button = event.currentTarget;
-  let name = 'check';
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    name = 'close';
-  }
-  button.replaceChildren(icon(name));
+  button.replaceChildren(icon((await copyText(text)) ? 'check' : 'close'));
   setTimeout(() => button.replaceChildren(icon('copy')), 1500);
 }

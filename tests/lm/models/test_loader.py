@@ -347,7 +347,7 @@ def test_an_index_cannot_point_out_of_its_directory(llama: Path) -> None:
         ),
         ({"architectures": ["MyForCausalLM"], "model_type": "my"}, "no causal decoder that Transformers"),
         ({"architectures": ["MyForCausalLM"], "model_type": "my", "auto_map": {}}, "remote code"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal decoder that Transformers"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "rerankers must be causal decoders"),
     ],
 )
 def test_unsupported_configs_are_refused(llama: Path, changes: dict[str, Any], reason: str) -> None:

@@ -336,3 +336,12 @@ def test_columns_and_calls_have_no_fault_for_axe_and_fit_the_screen(
     found += axe(page)
     assert found == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.keyboard.press("Escape")
+    rows = [{"title": "Weatherbound", "url": "https://example.org/weather/1", "text": "It will rain. " * 20}]
+    page.get_by_label("Output of forecast").fill(json.dumps(rows))
+    page.get_by_role("button", name="Send the answer").click()
+    page.wait_for_selector(".asked .values")
+    ended(page)
+    assert page.locator(".asked .call").bounding_box()["x"] >= 0, "a wide table scrolls inside itself"
+    title, text = (page.locator(".asked td .said").nth(at).bounding_box() for at in (0, 2))
+    assert title["height"] < 40 and text["width"] > 150, "no word is broken, and no column is squeezed"

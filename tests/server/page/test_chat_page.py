@@ -79,7 +79,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Any], store: Path) -> Any:
-    return serve(api_key=("one", "two", "many"), store=str(store))
+    return serve(api_key=("one", "two", "many"), store=str(store), reasoning_parser="qwen3")
 
 
 @pytest.fixture
@@ -197,13 +197,80 @@ def test_a_page_that_is_opened_again_shows_the_answer_that_is_being_written(open
     answered(page)
 
 
+def test_a_message_is_sent_and_its_chat_listed_although_another_chat_is_opened_at_once(opened: Any) -> None:
+    page = opened()
+    say(page, "the other chat")
+    other = page.url
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        if route.request.method == "POST":
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/v1/conversations", hold)
+    page.locator(".new").click()
+    with page.expect_request(lambda request: request.method == "POST"):
+        page.fill(".message", f"{'⛵😀' * 30} sails on")
+        page.keyboard.press("Enter")
+    page.locator(".row", has_text="the other chat").first.click()
+    expect_questions(page, "the other chat")
+    held[0].continue_()
+    page.locator(".row", has_text=f"{'⛵😀' * 28}⛵…").click()
+    page.wait_for_selector(".turn .markdown:has-text('Ahoy, sailor!')")
+    answered(page)
+    expect_questions(page, f"{'⛵😀' * 30} sails on")
+    page.goto(other)
+    expect_questions(page, "the other chat")
+
+
+def test_what_the_user_opened_or_writes_stays_when_an_answer_ends(opened: Any, server: Any) -> None:
+    page = opened()
+    say(page, "first")
+    server.client.words = ("<think>Hm", ", so", "</think>", "Ahoy")
+    go_on = server.hold()
+    page.fill(".message", "second")
+    page.keyboard.press("Enter")
+    page.locator(".reasoning summary", has_text="Thinking").click()
+    page.locator(".turn").first.hover()
+    page.locator("[data-action=edit]").first.click()
+    page.locator(".editor textarea").fill("first, with mutiny")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".toast:has-text('An answer is being written')")
+    go_on()
+    answered(page)
+    shown = page.locator(".answer").last.inner_text().split("\n\n")
+    assert shown == ["Reasoning", "Hm, so", "Ahoy"], "it is still open"
+    assert page.input_value(".editor textarea") == "first, with mutiny"
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".toast.error:has-text('mutiny')")
+    assert page.input_value(".editor textarea") == "first, with mutiny", "a message that is refused is not lost"
+    page.keyboard.press("Escape")
+    expect_questions(page, "first", "second")
+
+
+def test_a_text_is_copied_where_the_browser_has_no_clipboard_interface(opened: Any, server: Any) -> None:
+    page = opened()
+    page.evaluate("delete Navigator.prototype.clipboard")  # as on a page of another machine without TLS
+    server.client.words = ("Ahoy", "\n```\nx = 1\n```")
+    say(page, "tell me")
+    page.get_by_label("Copy the answer").click()
+    page.locator(".message").press("Control+V")
+    assert page.input_value(".message") == "Ahoy\n```\nx = 1\n```"
+    page.get_by_role("button", name="Copy", exact=True).click()
+    page.locator(".message").fill("")
+    page.locator(".message").press("Control+V")
+    assert page.input_value(".message") == "x = 1"
+
+
 def test_another_key_sees_nothing_of_a_conversation(opened: Any) -> None:
     page = opened("one")
     say(page, "my secret")
     address = page.url
     assert "#chat/conv_" in address
     other = opened("two", address[address.index("/#") :])
-    assert "was not found" in other.locator(".column").inner_text()
+    other.wait_for_selector(".column .notice:has-text('was not found')")
     assert other.locator(".list-note").inner_text() == "No conversations yet."
     assert "secret" not in other.content()
 
@@ -491,6 +558,20 @@ def test_the_page_is_worked_by_keys_alone(opened: Any) -> None:
     page.keyboard.press("Alt+r")
     page.wait_for_selector("[aria-label='Versions of the answer']")
     answered(page)
+    page.get_by_label("Version of the answer before").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".count:has-text('1/2')")
+    page.keyboard.press("Enter")  # The focus is on the button for the other direction now.
+    page.wait_for_selector(".count:has-text('2/2')")
+    page.keyboard.press("Control+k")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # This opens the options, of which the first one is to rename.
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#new-title:focus")
+    page.locator("#new-title").fill("By keys")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[aria-label='Options of By keys']:focus")
     page.keyboard.press("Alt+n")
     page.wait_for_selector(".welcome")
     page.locator(".thread").focus()
@@ -590,16 +671,17 @@ def test_text_and_pdf_files_are_attached_and_others_are_refused_with_a_reason(
         "notes.md": b"# Notes", "latin.csv": "café;1".encode("latin-1"), "wide.txt": "héllo".encode("utf-16"),
         "report.pdf": pdf, "chinese.pdf": CHINESE,
         "photo.jpg": b"\xff\xd8\xff\xe0\0\x10JFIF", "long.log": b"x" * (512 * 1024 + 1),
-        "broken.pdf": b"%PDF-1.7\nnothing",
+        "broken.pdf": b"%PDF-1.7\nnothing", "some.bin": b"\0",
     }  # fmt: skip
     page.locator(".composer input[type=file]").set_input_files(
         [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()]
     )
-    page.wait_for_selector(".toast:nth-child(3)")
+    page.wait_for_selector(".toast:nth-child(4)")
     assert sorted(page.locator(".toast").all_inner_texts()) == [
         "“broken.pdf” was not attached: it is a damaged PDF file",
         "“long.log” was not attached: it has 524,289 bytes; at most 524,288 are taken from a text file",
-        "“photo.jpg” was not attached: it is neither a text file nor a PDF file",
+        "“photo.jpg” was not attached: models here read only text, not pictures",
+        "“some.bin” was not attached: it is neither a text file nor a PDF file",
     ]
     page.wait_for_selector(".chip:nth-child(4):has-text('2 pages')")
     page.wait_for_selector(".chip:nth-child(5):has-text('1 page')")

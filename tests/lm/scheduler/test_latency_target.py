@@ -86,14 +86,14 @@ def test_a_long_prefill_is_cut_at_the_last_tile_within_the_target():
 
 def test_longer_decode_contexts_leave_less_room_for_prefill():
     def joined(prompt):
-        scheduler = scheduler_of(policy := with_target(8.0, ceiling=1024), *[prompt] * 6)
+        scheduler = scheduler_of(policy := with_target(10.0, ceiling=1024), *[prompt] * 6)
         while any(segment.sampling is None for segment in step(scheduler).segments) or scheduler.stats().waiting:
             pass
         for request in create_requests(*[1] * 6, 1000, max_tokens=100)[6:]:
             scheduler.add(request)
         policy.correction = settled()
         plan = step(scheduler)
-        assert len(plan.segments) == 7 and seconds(plan) <= 0.008
+        assert len(plan.segments) == 7 and seconds(plan) <= 0.010
         return plan.segments[-1].length
 
     assert joined(20) > joined(200) > joined(400) > 0

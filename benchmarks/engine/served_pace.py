@@ -72,13 +72,16 @@ def give_tokenizer(directory: Path) -> None:
 
 @contextmanager
 def served(project: Path, options: Sequence[str]) -> Iterator[str]:
-    """The address of a running server. The server has ended when the context ends."""
+    """The address of a running server that is warm. The server has ended when the context ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=project) as server:
         assert server.stdout is not None
         try:
-            yield next(line.split()[1] for line in server.stdout if line.strip().startswith("address"))
+            url = next(line.split()[1] for line in server.stdout if line.strip().startswith("address"))
+            while httpx.get(f"{url}/health/ready").status_code != httpx.codes.OK:
+                time.sleep(0.05)
+            yield url
         finally:
             server.terminate()
             server.stdout.read()

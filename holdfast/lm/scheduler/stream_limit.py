@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from math import ceil
 
 from holdfast.core.cost import Predictor
@@ -15,7 +15,8 @@ FIRST_GUESS = 512.0
 GAIN = 1 / 32
 """Weight of one answer in the mean length of answers."""
 LOOKS = 4
-"""Number of later moments at which a limit looks, besides now, evenly spread over an answer of mean length."""
+"""Number of later moments at which a limit looks, besides now: evenly spread until the last stream is expected to end.
+"""
 AGAIN = 4
 """Number of steps after which a refused sequence is looked at again, though no other has ended."""
 
@@ -77,7 +78,7 @@ class StreamLimit:
         if entry is self._refused and running >= self._refused_beside and step.number < self._refused_until:
             return False
         if not self._steps:
-            self._count(step.resident)
+            self._count([*step.resident], entry)
         length = entry.sequence.length
         prompt = max(self._longest, length)
         if (
@@ -91,10 +92,11 @@ class StreamLimit:
         self._longest = prompt
         return True
 
-    def _count(self, entries: Iterable[Entry]) -> None:
-        """Count these sequences at each moment."""
+    def _count(self, entries: Collection[Entry], first: Entry) -> None:
+        """Count these sequences at each moment, until they and the `first` that may join have ended."""
         self._longest = 0
-        self._steps = tuple(ceil(self.mean_answer * look / LOOKS) for look in range(LOOKS + 1))
+        last = max(self._left(entry) for entry in (first, *entries)) - 1
+        self._steps = tuple(ceil(max(0.0, last) * look / LOOKS) for look in range(LOOKS + 1))
         self._counts, self._contexts = [0] * len(self._steps), [0] * len(self._steps)
         for entry in entries:
             if entry.sequence.request.priority < BATCH_CLASS:

@@ -10,7 +10,7 @@ from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
 
-FIRST_GUESS = 512.0
+FIRST_GUESS = 1024.0
 """Assumed mean length of answers in tokens before any has ended."""
 GAIN = 1 / 32
 """Weight of one answer in the mean length of answers."""

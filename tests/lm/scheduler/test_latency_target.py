@@ -359,7 +359,7 @@ def test_streams_that_will_be_late_when_their_contexts_have_grown_wait_at_once()
 
 def test_the_length_of_answers_is_learned_from_those_that_ended():
     scheduler = scheduler_of(policy := with_target(50.0), *[10] * 300, max_sequences=8, blocks=8192)
-    assert policy.streams.mean_answer == 512
+    assert policy.streams.mean_answer == 1024
     while scheduler.has_work():
         step(scheduler)
     assert policy.streams.mean_answer == pytest.approx(100, rel=0.01)
@@ -378,6 +378,6 @@ def test_batch_requests_neither_wait_for_streams_nor_hold_them_up():
     assert scheduler.stats().waiting == 0, "40 lines take longer than the target, but none of them is a stream"
     for request in lines[41:]:
         scheduler.add(request)
-    for _ in range(40):
+    while scheduler.stats().waiting:
         step(scheduler)
-    assert scheduler.stats().waiting == 0
+    assert scheduler.stats().running == 50

@@ -162,7 +162,7 @@ def test_a_request_is_queued_unless_a_gate_takes_it_and_an_abort_reaches_all_of_
 def test_the_figures_are_those_of_the_planner_with_what_handlers_know_after_the_steps_so_far() -> None:
     sent: list[Any] = []
     stats = SchedulerStats(1, *[0] * 8)
-    loop: Any = SimpleNamespace(stats=lambda: stats)
+    loop: Any = SimpleNamespace(stats=lambda: stats, prepared=True)
     log = StepLog(float)
     log.planned(StepPlan(0, ()))
     log.ended(StepResult(0, (), 0.5))
@@ -171,6 +171,19 @@ def test_the_figures_are_those_of_the_planner_with_what_handlers_know_after_the_
     steps, answer = sent
     assert isinstance(steps, messages.Steps) and answer.number == 7
     assert (answer.stats.waiting, answer.stats.chunk_rate, answer.stats.chunk_failures) == (1, 5.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "ready", "warming"), [(False, 4, 1), (True, 3, 1), (False, 3, 1), (True, 4, 0)]
+)
+def test_an_engine_is_warm_once_nothing_is_left_to_prepare_and_its_host_tier_is_complete(
+    prepared: bool, ready: int, warming: int
+) -> None:
+    sent: list[Any] = []
+    stats = SchedulerStats(*[0] * 9, host_blocks_total=4, host_blocks_ready=ready)
+    loop: Any = SimpleNamespace(stats=lambda: stats, prepared=prepared)
+    StatsHandler(loop, sent.append, StepLog(float), ()).receive(messages.Ask(7))
+    assert sent[1].stats.warming == warming
 
 
 def test_the_time_is_given_when_it_is_asked_for() -> None:

@@ -154,7 +154,7 @@ def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X" and event["name"].startswith("step ") and event["args"]["decodes"]:
-            prompts = min(3, event["args"]["segments"] - event["args"]["decodes"])
+            prompts = min(3, max(0, event["args"]["segments"] - event["args"]["decodes"]))
             blocks = copied[event["args"]["step"]]
             found[prompts, next(bound for bound in COPIED if blocks <= bound)].append(event["dur"] / 1e3)
     return found

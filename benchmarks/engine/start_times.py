@@ -10,9 +10,9 @@ what that left. The model is a Llama-3-8B shape with random weights (`--small`: 
 those that the engine reports; some overlap. `server` is the time before the engine's: the interpreter, the server's
 imports and its store. The first token is that of a prompt of 512 tokens, sent as soon as /health says 200. `host tier`
 is when all of it can be used, and `ready` when /health/ready says 200 after that; `paces` says how 200 tokens came
-before and then, and `first_ms` how long a prompt of 512 tokens then took until its first token. The system's own file cache is as
-it is: on a new machine the first start also reads PyTorch from the disk. Prints a JSON line for each start, then a
-table of medians.
+before and then, and `first_ms` how long a prompt of 512 tokens took until its first token. The system's own file cache
+is as it is: on a new machine the first start also reads PyTorch from the disk. Prints a JSON line for each start, then
+a table of medians.
 """
 
 from __future__ import annotations

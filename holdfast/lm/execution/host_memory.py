@@ -36,7 +36,8 @@ class HostMemory:
     """A cache in host memory, and the number of its blocks that can be used so far.
 
     Pinning 32 GB takes some 6 s while no step runs. A thread does it, so the first blocks can be used at once. Each
-    slab holds up the launches of steps, so while steps run the thread rests between two slabs. If the system refuses, the memory pinned so far stays in use, and the log gives the reason.
+    slab holds up the launches of steps, so while steps run the thread rests between two slabs. If the system refuses,
+    the memory pinned so far stays in use, and the log gives the reason.
     """
 
     def __init__(

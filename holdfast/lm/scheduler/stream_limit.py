@@ -24,10 +24,11 @@ AGAIN = 4
 class StreamLimit:
     """Says which requests have to wait, because every stream would be late if they joined.
 
-    A step must have time for a token of each stream, and, while a prompt is computed, for the last tile of it. Streams become more expensive as
-    their contexts grow, and end. So the limit looks at some moments ahead: with the streams that are expected to run
-    then, each with the context that it will have. A stream is expected to become as long as answers are on average,
-    and half as much longer once it is; and no longer than its own limit.
+    A step must have time for a token of each stream, and, while a prompt is computed, for the last tile of it. Streams
+    become more expensive as their contexts grow, and end. So the limit looks at some moments ahead: with the streams
+    that are expected to run then, each with the context that it will have. An answer is expected to become as long as
+    the latest ones were on average. One that has become as long is expected to go on for half as much. None becomes
+    longer than its own limit.
 
     Batch requests do not count, because they decode only in time that is left.
     """

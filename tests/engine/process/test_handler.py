@@ -173,9 +173,7 @@ def test_the_figures_are_those_of_the_planner_with_what_handlers_know_after_the_
     assert (answer.stats.waiting, answer.stats.chunk_rate, answer.stats.chunk_failures) == (1, 5.0, 2)
 
 
-@pytest.mark.parametrize(
-    ("prepared", "ready", "warming"), [(False, 4, 1), (True, 3, 1), (False, 3, 1), (True, 4, 0)]
-)
+@pytest.mark.parametrize(("prepared", "ready", "warming"), [(False, 4, 1), (True, 3, 1), (False, 3, 1), (True, 4, 0)])
 def test_an_engine_is_warm_once_nothing_is_left_to_prepare_and_its_host_tier_is_complete(
     prepared: bool, ready: int, warming: int
 ) -> None:

@@ -20,8 +20,8 @@ prompts for each stream, and a stream takes the next one as its answer ends.
 `--rates 0.8,0.7,0.6,0.5` shows what a trained head would gain. The head has the size and the format of a published
 EAGLE-3 head for the shape, and random weights. It makes all its passes. Then this benchmark puts the right token in the
 place of the n-th guess with the n-th of these chances, given that the guesses before are right, and a wrong one
-otherwise; the last chance is for all later guesses. About 0.8 is the acceptance that the authors of EAGLE-3 measured
-for the first guess on Llama-3.1-8B (arXiv 2503.01840, Figure 7). The workload is `constant`, whose right token is known.
+otherwise; the last chance is for all later guesses. Published heads begin near 0.8 (EAGLE-3, arXiv 2503.01840). The
+workload is `constant`, whose right token is known.
 
 A run's time begins with the first token of its last sequence, so prompts do not count. Each ratio is of runs in turn.
 The gaps are the times between two deliveries of tokens to a stream, of all runs.

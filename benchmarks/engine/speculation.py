@@ -52,7 +52,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from benchmarks.engine.llama8b import LLAMA_3_8B
-from benchmarks.lib.invocation import add_engine_options, provenance
+from benchmarks.lib.invocation import add_engine_options, provenance, settle
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
@@ -61,8 +61,9 @@ from holdfast.lab.metrics import percentile
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.speculation.device import HeadDevice, HeadExecutor
 from holdfast.lm.parts.speculation.drafting import DraftingPart
+from holdfast.lm.parts.speculation.values import HeadResult
 from holdfast.lm.scheduler.part import Hooks
-from holdfast.lm.types import LanguageLoop
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 from tools.tiny.dialogues import write_dialogue
 from tools.tiny.tokens import encode_dialogue
 
@@ -257,6 +258,32 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
     )
 
 
+class Passes:
+    """Notes the time of each pass through a draft head."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def planned(self, plan: StepPlan) -> None:
+        """Only results count."""
+
+    def ended(self, result: StepResult) -> None:
+        """Note the passes of a step."""
+        found = result.part(HeadResult)
+        if found.passes:
+            self.seconds.append(found.seconds / found.passes)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+    def figures(self) -> dict[str, Any]:
+        """Number of the steps with guesses since the last call, and the median and the longest pass in ms."""
+        found, self.seconds = sorted(self.seconds), []
+        if not found:
+            return dict(head_steps=0)
+        return dict(head_steps=len(found), pass_ms=[round(1e3 * percentile(found, share), 3) for share in (0.5, 1.0)])
+
+
 def gap_figures(gaps: Sequence[float]) -> list[float]:
     """Median, P99 and longest gap in milliseconds."""
     return [round(1e3 * percentile(sorted(gaps), share), 2) for share in (0.5, 0.99, 1.0)]
@@ -299,13 +326,17 @@ def main() -> None:
     about = provenance() | dict(model=info.model, started_in=round(info.started_in, 2), options=dict(arguments.set))
     about |= dict(rates=arguments.rates)
     print("HOLDFAST " + json.dumps(about), flush=True)
+    settle(loop)
+    loop.observe(passes := Passes())
     run(loop, prompts("random", 4, info.vocab_size), replace(WORKLOADS["random"], max_tokens=32), 4)
     results = []
     usual = ["constant"] if arguments.rates else [name for name in WORKLOADS if name not in DIALOGUES]
     for workload in arguments.workloads or usual:
         for batch in arguments.batches:
             compare(loop, workload, batch, 24, 1, info.vocab_size)  # warm-up
-            results.append(compare(loop, workload, batch, arguments.tokens, arguments.repeat, info.vocab_size))
+            passes.figures()
+            found = compare(loop, workload, batch, arguments.tokens, arguments.repeat, info.vocab_size)
+            results.append(found | passes.figures())
             print("HOLDFAST " + json.dumps(results[-1]), flush=True)
     loop.close()
     if arguments.json:

@@ -32,8 +32,8 @@ PRIOR = 10
 WEIGHT = 0.1
 """Weight of one step in the running means of gaps and of measured over predicted times."""
 MOST_GAP, MOST_RATIO, MOST_CYCLE = 0.02, 4.0, 2.0
-"""Upper limits of a single measurement: of a gap in seconds, of a step's time as a ratio to the predicted one, and of the
-time of a step with drafts and its gap, as that in which it should have given twice as many tokens as it gave."""
+"""Upper limits of a single measurement: a gap in seconds; a step's time over the predicted one; and the tokens that a
+step with drafts should have given in its time, over those that it gave."""
 
 
 class Planned(NamedTuple):

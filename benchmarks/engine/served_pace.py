@@ -92,7 +92,7 @@ async def send(
 ) -> tuple[list[Record], float]:
     """The records of one load, and the longest time in seconds by which the client's event loop was late.
 
-    With `concurrency`, arrival times are ignored, and so many requests are kept open.
+    With `concurrency`, arrival times are ignored, and that number of requests is kept open.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:

@@ -63,7 +63,7 @@ def energy_counter(library: str = LIBRARY, visible: str | None = None) -> Counte
 
 
 def joules_per_token(used: float | None, output: float, total: float) -> dict[str, float]:
-    """The figures of work that used so many joules; none if they are not known, or if there were no tokens."""
+    """The figures of work that used this energy in joules; none if it is not known, or if there were no tokens."""
     if used is None or not output or not total:
         return {}
     return dict(joules=round(used, 1), joules_output_token=round(used / output, 4), joules_token=round(used / total, 4))

@@ -70,7 +70,7 @@ class StreamLimit:
     def allows(self, entry: Entry, step: StepBuilder, fits: Callable[[float], bool]) -> bool:
         """Whether a waiting sequence may join the streams of a step. It counts as one of them from then on.
 
-        `fits` says whether a step of so many predicted seconds meets the target. The first stream always may, and so
+        `fits` says whether a step of these predicted seconds meets the target. The first stream always may, and so
         may one that is late even if it is alone: waiting would not help it.
         """
         if entry.sequence.request.priority >= BATCH_CLASS:

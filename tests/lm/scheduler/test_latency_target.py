@@ -323,7 +323,7 @@ def test_a_stream_that_sits_a_step_out_bounds_it_all_the_same():
 
 
 def decodes_of(scheduler, steps):
-    """Number of decodes in each of so many steps."""
+    """Number of decodes in each of the next `steps` steps."""
     return [sum(segment.length == 1 for segment in step(scheduler).segments) for _ in range(steps)]
 
 

@@ -105,12 +105,13 @@ class HeadExecutor(PartExecutor):
         self._head, self._taps, self._device = head, memory.taps, memory.keys.device
         self._keys, self._values, self._waiting = memory.keys, memory.values, memory.waiting
         self._windows = Windows(memory.keys.shape[1])
-        for segments, positions in rehearsed(*self._keys.shape[:2], len(self._taps.into), self._device.type):
+        rows, slots = memory.keys.shape[:2]
+        for segments, positions in rehearsed(rows, slots, len(self._taps.into), self._device.type):
             self._rehearse(segments, positions)
 
     @torch.inference_mode()
     def _rehearse(self, segments: int, positions: int) -> None:
-        """Run once for so many sampling segments, each with so many positions and two guesses.
+        """Run once for this number of sampling segments, each with this number of positions and two guesses.
 
         The first products of a size, and the first use of a kernel, take tens of milliseconds on a GPU. No step should
         wait for them.

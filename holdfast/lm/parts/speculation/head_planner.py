@@ -27,8 +27,8 @@ SHORT, LONG = 16, 1024
 PASS_WEIGHT = 0.5
 """Weight of one step in the running time of a pass."""
 LATEST = 4
-"""The shortest of so many passes counts. The first ones of a size may wait for the driver, which says nothing of later
-ones."""
+"""Number of latest passes of which the shortest counts. The first ones of a size may wait for the driver, which says
+nothing of later ones."""
 FORGETS = 64
 """Steps without guesses after which two thirds of the disappointment with a batch size have faded.
 

@@ -49,7 +49,7 @@ class Device:
     ) -> None:
         """A step takes STEP, `row` seconds for each token, and `each` for a pass through the head.
 
-        The first so many steps with guesses stall.
+        `stalls` is the number of first steps with guesses that stall.
         """
         self.model, self.chance, self.each, self.stalls = cost(row), chance, each, stalls
         self.part = HeadPart(self.model, most=7, rows=64, pass_share=0.05, **more) if head else None

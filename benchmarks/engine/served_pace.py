@@ -74,11 +74,15 @@ def give_tokenizer(directory: Path) -> None:
 def served(project: Path, options: Sequence[str]) -> Iterator[str]:
     """The address of a running server that is warm. The server has ended when the context ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
+    place = tempfile.mkdtemp()  # several API processes share a store
+    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", *options]
+    command += ["--store", f"{place}/store.sqlite", "--files", f"{place}/files"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=project) as server:
         assert server.stdout is not None
         try:
-            url = next(line.split()[1] for line in server.stdout if line.strip().startswith("address"))
+            url = next((line.split()[1] for line in server.stdout if line.strip().startswith("address")), "")
+            if not url:
+                raise RuntimeError("the server did not start")
             while httpx.get(f"{url}/health/ready").status_code != httpx.codes.OK:
                 time.sleep(0.05)
             yield url

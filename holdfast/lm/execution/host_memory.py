@@ -23,7 +23,7 @@ SLAB_BYTES = 1 << 26
 """Bytes that are pinned at a time. Other calls to the driver wait meanwhile: with slabs of 256 MiB, 10% of a stream's
 tokens took over 25 ms."""
 WAIT_SHARE = 9.0
-"""Pause after a slab while steps run, as a multiple of the time that the slab took: pinning gets a tenth of the time."""
+"""Pause after a slab while steps run, as a multiple of the time of the slab: pinning gets a tenth of the time."""
 SLOT_BYTES = 64
 """A slot for a recurrent state takes a multiple of this many bytes, so that the numbers of each state are aligned."""
 HUGE_PAGES = 14

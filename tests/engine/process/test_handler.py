@@ -14,7 +14,7 @@ from holdfast.engine import messages
 from holdfast.engine.process.build import PARTS, refusing
 from holdfast.engine.process.handler import Gate, Handler, Router, find
 from holdfast.engine.process.requests import ClockHandler, RequestHandler, StatsHandler
-from holdfast.engine.process.serve import AWAITED_SECONDS, await_messages, do_step
+from holdfast.engine.process.serve import AWAITED_SECONDS, LULL_SECONDS, await_messages, do_step
 from holdfast.engine.process.step_log import StepLog
 from holdfast.lm.parts.adapters.messages import AdapterRefused, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
@@ -221,7 +221,7 @@ def pause(handlers: list[Handler], prepares: int = 0, arrives: bool = False) -> 
         return left[0] >= 0
 
     parent, watched = Parent(arrives), SimpleNamespace(on=False)
-    loop: Any = SimpleNamespace(prepare=prepare)
+    loop: Any = SimpleNamespace(prepare=prepare, prepared=not prepares)
     return await_messages(loop, parent, handlers, watched), parent, prepares - max(0, left[0])  # type: ignore[arg-type]
 
 
@@ -238,6 +238,13 @@ def test_a_pause_prepares_until_there_is_nothing_left_or_a_message_comes() -> No
     assert pause([Taking(ready=True)], prepares=3)[2] == 3
     _, parent, prepared = pause([Taking(ready=True)], prepares=3, arrives=True)
     assert prepared == 1 and parent.did == [("poll", 0)]
+
+
+def test_a_client_that_asks_again_at_once_does_not_wait_for_a_preparation() -> None:
+    found, parent, prepared = pause([Taking()], prepares=3, arrives=True)
+    assert (found, prepared) == (["message"], 0) and parent.did == [("poll", LULL_SECONDS), "receive"]
+    _, parent, prepared = pause([Taking()], prepares=3)
+    assert prepared == 3 and parent.did[0] == ("poll", LULL_SECONDS)
 
 
 def step(outputs: Any, *handlers: Handler) -> tuple[list[Any], int]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
@@ -26,8 +27,8 @@ SHORT, LONG = 16, 1024
 """Least and most tokens without drafts after which half of a disappointment has faded. Drafts that fail double them."""
 PASS_WEIGHT = 0.5
 """Weight of one step in the running time of a pass."""
-LATEST = 4
-"""Number of latest passes of which the shortest counts. The first ones of a size may wait for the driver, which says
+LATEST = 7
+"""Number of latest passes of which the median counts. The first ones of a size may wait for the driver, which says
 nothing of later ones."""
 FORGETS = 64
 """Steps without guesses after which two thirds of the disappointment with a batch size have faded.
@@ -201,7 +202,7 @@ class HeadPart(DraftingPart):
             before = self._pass_seconds(rows)
             latest = self._latest.setdefault(rows.bit_length(), deque([before] * LATEST, LATEST))
             latest.append(seconds)
-            self._passes[rows.bit_length()] = before + PASS_WEIGHT * (min(latest) - before)
+            self._passes[rows.bit_length()] = before + PASS_WEIGHT * (median(latest) - before)
         given = result.counts if result.counts is not None else [1] * len(sampling)
         for entry, tokens, number in zip(sampling, found.drafts or [()] * len(sampling), given, strict=True):
             if self._guessing.get(entry) == count:

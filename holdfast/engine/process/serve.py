@@ -60,8 +60,8 @@ SWITCH_SECONDS = 1e-4
 STEPS_PER_MESSAGE = 256
 """Number of steps after which they are reported. They are also reported before each answer to Ask."""
 LULL_SECONDS = 0.2
-"""Seconds without a message before a pause is used to prepare something. A client that asks again at once would wait for
-it, up to 70 ms for a large graph."""
+"""Seconds without a message before a pause is used to prepare something: a client that asks again at once would wait
+for it, up to 70 ms for a large graph."""
 QUIET_SECONDS = 1.0
 """Length of a pause in which all garbage is collected. That takes as long as several steps."""
 WATCHED_SECONDS = 0.05

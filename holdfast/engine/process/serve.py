@@ -364,8 +364,8 @@ def await_messages(
 ) -> list[messages.ToEngine]:
     """Use a pause of the loop until a message or a handler needs it. Returns the messages, if any came.
 
-    All garbage is collected if nothing comes for QUIET_SECONDS. A client that watches gets reports meanwhile. What the
-    loop can prepare waits for LULL_SECONDS, as it may hold up a request that comes meanwhile.
+    All garbage is collected if nothing comes for QUIET_SECONDS. A client that watches gets reports meanwhile. The
+    loop prepares nothing before LULL_SECONDS, because that may hold up a request that comes meanwhile.
     """
     idle = not any(handler.ready or handler.busy for handler in handlers)
     if idle and not loop.prepared and parent.poll(LULL_SECONDS):

@@ -153,6 +153,7 @@ class FakeClient:
     """A prompt with this text kills the engine."""
     refuse: Exception | None = None
     hangs: bool = False
+    warming: int = 0
     asked: list[Asked] = field(default_factory=list)
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     loaded: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -317,6 +318,7 @@ class FakeClient:
             prefix_hits_on_host=8,
             suspensions=1,
             tokens_dropped=64,
+            warming=self.warming,
         )
 
     def die(self, reason: str) -> None:

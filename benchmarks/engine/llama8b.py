@@ -31,6 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.energy import energy_counter, joules_per_token
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
@@ -129,12 +130,14 @@ def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) 
     """Run all requests at once, and return the seconds until the last ends.
 
     `distinct_share` is the share of different tokens among those that a step gives, averaged over all steps. Greedy
-    text of random weights may end in the same tokens for all, which choose the same experts.
+    text of random weights may end in the same tokens for all, which choose the same experts. With a GPU that counts its
+    energy there are joules for each token of the answers and for each token of all.
     """
-    rng = random.Random(0)
+    rng, energy = random.Random(0), energy_counter()
     prompts = [draw(rng, tokens) for tokens, _ in lengths]
     steps: list[float] = []
     produced = distinct = 0
+    before_run = 0.0 if energy is None else energy()
     begin = time.perf_counter()
     for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
         loop.add(request(f"{label}-{index}-{begin}", prompt, output, temperature))
@@ -146,8 +149,10 @@ def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) 
         produced += len(tokens)
         distinct += len({*tokens})
     seconds = time.perf_counter() - begin
+    used = None if energy is None else energy() - before_run
     prompt_tokens = sum(tokens for tokens, _ in lengths)
     return dict(
+        **joules_per_token(used, produced, produced + prompt_tokens),
         requests=len(lengths),
         seconds=round(seconds, 3),
         output_tok_s=round(produced / seconds, 1),

@@ -1,10 +1,14 @@
-"""The pace that streams get over HTTP under a recorded trace: targets, loads, and which steps took how long.
+"""The pace that streams get over HTTP: targets, loads, and which steps took how long.
 
     python -m benchmarks.engine.served_pace azure_llm_2023_conv.csv --targets 25 15 --speeds 1 2 3 --seconds 40
+    python -m benchmarks.engine.served_pace --at-once 128 512 --targets 25 --no-steps --serve max-sequences=512
 
-For each target, `holdfast serve` runs a Llama-3-8B shape with random weights and both tiers. A client sends the trace's
-requests with token-id prompts, SPEED times as fast. All steps of a server are sorted by the prompts in them and by the
-blocks that were copied during them. `--project` names another version's tree to serve with: run both in turn. To find
+For each target, `holdfast serve` runs a Llama-3-8B shape with random weights and both tiers. Clients send the trace's
+requests with token-id prompts, SPEED times as fast. With `--at-once N`, they keep N requests of equal lengths open
+instead, until each of N has been followed by `--rounds` - 1 others. `late_percent` of the times between two
+tokens are above the target. All steps of a server are sorted by the prompts in them and by the
+blocks that were copied during them; that takes a trace of the engine, which costs some of the pace (`--no-steps` does
+without). `--project` names another version's tree to serve with: run both in turn. To find
 the cause of a long gap, the last columns give the longest time between the ends of two steps, and the longest time by
 which the client's own event loop was late.
 """
@@ -68,25 +72,37 @@ def give_tokenizer(directory: Path) -> None:
 
 @contextmanager
 def served(project: Path, options: Sequence[str]) -> Iterator[str]:
-    """The address of a running server. The server has ended when the context ends."""
+    """The address of a running server that is warm. The server has ended when the context ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
+    place = tempfile.mkdtemp()  # several API processes share a store
+    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", *options]
+    command += ["--store", f"{place}/store.sqlite", "--files", f"{place}/files"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=project) as server:
         assert server.stdout is not None
         try:
-            yield next(line.split()[1] for line in server.stdout if line.strip().startswith("address"))
+            url = next((line.split()[1] for line in server.stdout if line.strip().startswith("address")), "")
+            if not url:
+                raise RuntimeError("the server did not start")
+            while httpx.get(f"{url}/health/ready").status_code != httpx.codes.OK:
+                time.sleep(0.05)
+            yield url
         finally:
             server.terminate()
             server.stdout.read()
 
 
-async def send(url: str, model: str, workload: Workload, vocabulary: int, name: str) -> tuple[list[Record], float]:
-    """The records of one load, and the longest time in seconds by which the client's event loop was late."""
+async def send(
+    url: str, model: str, workload: Workload, vocabulary: int, name: str, concurrency: int | None
+) -> tuple[list[Record], float]:
+    """The records of one load, and the longest time in seconds by which the client's event loop was late.
+
+    With `concurrency`, arrival times are ignored, and that number of requests is kept open.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
         client = LoadClient(partial(ask_server, http, model), PromptTokens(vocabulary, name), lambda ended: None)
         watching = asyncio.create_task(watch(late := [0.0]))
-        records = await client.run(workload)
+        records = await client.run(workload, concurrency)
         watching.cancel()
     return records, late[0]
 
@@ -104,11 +120,23 @@ def send_part(*arguments: Any) -> tuple[list[Record], float]:
     return uvloop.run(send(*arguments))
 
 
-def load(clients: ProcessPoolExecutor, url: str, model: str, workload: Workload, vocabulary: int, name: str) -> str:
-    """The figures of one load over all clients, as a line."""
+def load(
+    clients: ProcessPoolExecutor,
+    url: str,
+    model: str,
+    workload: Workload,
+    vocabulary: int,
+    name: str,
+    *,
+    target: float,
+    at_once: int | None = None,
+) -> str:
+    """The figures of one load over all clients, as a line. `target` in ms; `at_once` is the number of open requests."""
+    shares = [None] * CLIENTS if at_once is None else [len(range(part, at_once, CLIENTS)) for part in range(CLIENTS)]
     parts = [
-        clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}")
-        for part in range(CLIENTS)
+        clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}", share)
+        for part, share in enumerate(shares)
+        if share != 0
     ]
     found = [part.result() for part in parts]
     records = [record for seen, _ in found for record in seen]
@@ -116,6 +144,7 @@ def load(clients: ProcessPoolExecutor, url: str, model: str, workload: Workload,
     seen = summary(records)
     kept = ("completed", "failed", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
     figures = {key: seen[key] for key in kept} | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
+    figures["late_percent"] = 100 * sum(gap > target / 1e3 for gap in gaps) / len(gaps)
     figures["client_late"] = 1e3 * max(late for _, late in found)
     return "  ".join(f"{key} {value:.2f}" for key, value in figures.items())
 
@@ -129,7 +158,7 @@ def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X" and event["name"].startswith("step ") and event["args"]["decodes"]:
-            prompts = min(3, event["args"]["segments"] - event["args"]["decodes"])
+            prompts = min(3, max(0, event["args"]["segments"] - event["args"]["decodes"]))
             blocks = copied[event["args"]["step"]]
             found[prompts, next(bound for bound in COPIED if blocks <= bound)].append(event["dur"] / 1e3)
     return found
@@ -152,7 +181,11 @@ def longest_between(events: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="an Azure LLM inference trace")
+    parser.add_argument("trace", type=Path, nargs="?", help="an Azure LLM inference trace")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[], help="numbers of requests to keep open")
+    parser.add_argument("--lengths", type=int, nargs=2, default=[512, 128], help="prompt and answer with --at-once")
+    parser.add_argument("--rounds", type=int, default=3, help="requests for each open one")
+    parser.add_argument("--no-steps", action="store_true", help="write no trace of the engine's steps")
     parser.add_argument("--targets", type=float, nargs="+", default=[25.0, 15.0])
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 2.0, 3.0])
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, for each load")
@@ -164,23 +197,32 @@ def main() -> None:
     parser.add_argument("--project", type=Path, default=Path(__file__).parents[2])
     parser.add_argument("--serve", nargs="*", default=[], help="more words for `holdfast serve`, as cache-gb=8")
     args = parser.parse_args()
+    if args.trace is None and not args.at_once:
+        parser.error("name a trace, or numbers of requests with --at-once")
     model = checkpoint(args.shape)
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    rows = azure_csv(args.trace)
+    rows = azure_csv(args.trace) if args.trace is not None else []
     print(json.dumps(provenance()))
     for target in args.targets:
         trace = Path(tempfile.mkdtemp()) / "trace.json"
-        options = [model, "--load-format", "random", "--tbt-target", f"{target:g}", "--trace", str(trace)]
+        options = [model, "--load-format", "random", "--tbt-target", f"{target:g}"]
+        options += [] if args.no_steps else ["--trace", str(trace)]
         options += ["--host-cache-gb", f"{args.host_gb:g}", "--max-waiting", "10000"]
         options += [f"--{word}" for word in args.serve]
         with served(args.project.resolve(), options) as url, ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
-            load(clients, url, Path(model).name, fixed(32, 64, 16), vocabulary, "warm")
-            for speed in args.speeds:
+            send_load = partial(load, clients, url, Path(model).name, vocabulary=vocabulary, target=target)
+            send_load(fixed(32, 64, 16), name="warm")
+            for count in args.at_once:
+                seen = send_load(fixed(count * args.rounds, *args.lengths), name=f"{count} at once", at_once=count)
+                print(f"target {target:g} at once {count}  {seen}", flush=True)
+            for speed in args.speeds if rows else ():
                 stop = args.skip + args.seconds * speed
                 chosen = [row for row in rows if args.skip <= row.arrival < stop]
                 workload = [replace(row, arrival=(row.arrival - args.skip) / speed) for row in chosen]
-                seen = load(clients, url, Path(model).name, workload, vocabulary, f"{speed:g}")
+                seen = send_load(workload, name=f"{speed:g}")
                 print(f"target {target:g} speed {speed:g}  {seen}", flush=True)
+        if args.no_steps:
+            continue
         events = json.loads(trace.read_text())
         print(
             f"target {target:g}: longest between steps of a stream, ms: {longest_between(events)}; steps with streams"

@@ -17,7 +17,14 @@ chat       the same at temperature 1
 A draft head is compared by `--set speculation=eagle3 --set draft_model=PATH`. The last two workloads have ROUNDS
 prompts for each stream, and a stream takes the next one as its answer ends.
 
+`--rates 0.8,0.7,0.6,0.5` shows what a trained head would gain. The head has the size and the format of a published
+EAGLE-3 head for the shape, and random weights. It makes all its passes. Then this benchmark puts the right token in the
+place of the n-th guess with the n-th of these chances, given that the guesses before are right, and a wrong one
+otherwise; the last chance is for all later guesses. Published heads begin near 0.8 (EAGLE-3, arXiv 2503.01840). The
+workload is `constant`, whose right token is known.
+
 A run's time begins with the first token of its last sequence, so prompts do not count. Each ratio is of runs in turn.
+The gaps are the times between two deliveries of tokens to a stream, of all runs.
 `on_cpu_s` and `off_cpu_s` are processor seconds of all runs, prompts included. On a shared CPU they say more than
 rates.
 `equal` is the share of tokens that are the same with drafts and without. They are the same draws, so they differ only
@@ -41,18 +48,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from benchmarks.engine.llama8b import LLAMA_3_8B
-from benchmarks.lib.invocation import add_engine_options, provenance
+from benchmarks.lib.invocation import add_engine_options, provenance, settle
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import build
+from holdfast.lab.metrics import percentile
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.speculation.device import HeadDevice, HeadExecutor
 from holdfast.lm.parts.speculation.drafting import DraftingPart
+from holdfast.lm.parts.speculation.values import HeadResult
 from holdfast.lm.scheduler.part import Hooks
-from holdfast.lm.types import LanguageLoop
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 from tools.tiny.dialogues import write_dialogue
 from tools.tiny.tokens import encode_dialogue
 
@@ -90,11 +101,75 @@ def prompts(workload: str, batch: int, vocab_size: int) -> list[tuple[int, ...]]
     return [tuple(rng.randrange(10, vocab_size) for _ in range(length)) * (PROMPT // length) for _ in range(batch)]
 
 
+def random_head(shape: dict[str, Any], directory: Path) -> None:
+    """Write a draft head of random weights for a shape, in the format of published EAGLE-3 checkpoints."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    queries, keys = (shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    drafted = min(32_000, shape["vocab_size"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (drafted, hidden),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, queries),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+    }
+    made = torch.Generator().manual_seed(0)
+    tensors = {
+        name: (torch.randn(size, generator=made) * 0.02 if len(size) > 1 else torch.ones(size)).to(torch.bfloat16)
+        for name, size in shapes.items()
+    }
+    tensors["d2t"] = torch.zeros(drafted, dtype=torch.int64)
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    layers = shape["num_hidden_layers"]
+    changed = dict(
+        architectures=["LlamaForCausalLMEagle3"],
+        num_hidden_layers=1,
+        draft_vocab_size=drafted,
+        eagle_aux_hidden_state_layer_ids=[min(2, layers - 3), layers // 2, layers - 1],
+    )
+    (directory / "config.json").write_text(json.dumps(shape | changed))
+
+
+def agree(rates: Sequence[float]) -> None:
+    """Have all heads that are built from now on guess OFTEN with these chances, by place, in place of their guesses."""
+
+    class Agreeing(HeadExecutor):
+        """A head that does all its work. Its guesses are then replaced."""
+
+        def _guess(self, *arguments: Any) -> torch.Tensor:
+            guesses = super()._guess(*arguments)
+            chances = [rates[min(place, len(rates) - 1)] for place in range(guesses.shape[1])]
+            right = torch.rand(guesses.shape, device=guesses.device) < upload(chances, guesses.device)
+            return torch.where(right, OFTEN, SELDOM).to(guesses.dtype)
+
+    HeadDevice.executor = lambda device, allocated: Agreeing(device.head, device.memory)  # type: ignore[method-assign]
+
+
+def upload(chances: Sequence[float], device: torch.device) -> torch.Tensor:
+    """These chances on a device, without a wait for it."""
+    found = torch.tensor(chances)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
 def run(
     loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingParams, streams: int
-) -> tuple[float, list[list[int]]]:
-    """Tokens per second once every stream has one, and the tokens of each answer. At most `streams` run at once."""
+) -> tuple[float, list[list[int]], list[float]]:
+    """Tokens per second once every stream has one, the tokens of each answer, and the gaps of all streams in seconds.
+
+    At most `streams` run at once.
+    """
     gc.collect()
+    gaps: list[float] = []
+    latest: dict[str, float] = {}
     answers: dict[str, list[int]] = {}
     waiting = deque(enumerate(given))
 
@@ -108,14 +183,20 @@ def run(
         add()
     began, before = 0.0, 0
     while loop.has_work():
-        for output in loop.step() or ():
+        outputs = loop.step() or ()
+        now = time.perf_counter()
+        for output in outputs:
             answers[output.request_id] += output.tokens
+            if output.tokens:
+                if began and output.request_id in latest:
+                    gaps.append(now - latest[output.request_id])
+                latest[output.request_id] = now
             if output.finish_reason is not None and waiting:
                 add()
         if not began and all(answers.values()):
             began, before = time.perf_counter(), sum(map(len, answers.values()))
     seconds = time.perf_counter() - began
-    return (sum(map(len, answers.values())) - before) / seconds, list(answers.values())
+    return (sum(map(len, answers.values())) - before) / seconds, list(answers.values()), gaps
 
 
 def drafting_part(loop: LanguageLoop) -> DraftingPart:
@@ -141,13 +222,15 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
     rates: dict[bool, list[float]] = {True: [], False: []}
     work = {True: 0.0, False: 0.0}
     answers: dict[bool, list[list[int]]] = {}
+    gaps: dict[bool, list[float]] = {True: [], False: []}
     drafted, accepted = drafting.tokens_drafted, drafting.drafts_accepted
     try:
         for turn in range(2 * repeat):
             on = turn % 4 in (1, 2)
             planner.queues.hooks = with_drafts if on else without
             began = time.process_time()
-            rate, answers[on] = run(loop, given, params, batch)
+            rate, answers[on], between = run(loop, given, params, batch)
+            gaps[on] += between
             work[on] += time.process_time() - began
             rates[on].append(rate)
     finally:
@@ -166,11 +249,44 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
         drafted=drafting.tokens_drafted - drafted,
         accepted=drafting.drafts_accepted - accepted,
         equal=round(statistics.fmean(same), 4),
+        on_gap_ms=gap_figures(gaps[True]),
+        off_gap_ms=gap_figures(gaps[False]),
         on_cpu_s=round(work[True], 3),
         off_cpu_s=round(work[False], 3),
         gap_us=round(1e6 * drafting.account(batch).gap),
         trust=round(drafting.account(batch).trust, 3),
     )
+
+
+class Passes:
+    """Notes the time of each pass through a draft head."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def planned(self, plan: StepPlan) -> None:
+        """Only results count."""
+
+    def ended(self, result: StepResult) -> None:
+        """Note the passes of a step."""
+        found = result.part(HeadResult)
+        if found.passes:
+            self.seconds.append(found.seconds / found.passes)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+    def figures(self) -> dict[str, Any]:
+        """Number of the steps with guesses since the last call, and the median and the longest pass in ms."""
+        found, self.seconds = sorted(self.seconds), []
+        if not found:
+            return dict(head_steps=0)
+        return dict(head_steps=len(found), pass_ms=[round(1e3 * percentile(found, share), 3) for share in (0.5, 1.0)])
+
+
+def gap_figures(gaps: Sequence[float]) -> list[float]:
+    """Median, P99 and longest gap in milliseconds."""
+    return [round(1e3 * percentile(sorted(gaps), share), 2) for share in (0.5, 0.99, 1.0)]
 
 
 def main() -> None:
@@ -184,6 +300,11 @@ def main() -> None:
     parser.add_argument(
         "--always", action="store_true", help="verify each guess, whatever it costs: shares of right ones"
     )
+    parser.add_argument(
+        "--rates",
+        type=lambda text: [float(part) for part in text.split(",")],
+        help="a random draft head whose guesses are right with these chances, by place",
+    )
     parser.add_argument("--shape", default="{}", help="JSON that changes the shape, to try it on a small one")
     add_engine_options(parser)
     arguments = parser.parse_args()
@@ -192,6 +313,10 @@ def main() -> None:
         directory = Path(tempfile.mkdtemp(prefix="speculation-"))
         (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | json.loads(arguments.shape)))
         options |= dict(model=str(directory), load_format="random")
+    if arguments.rates:
+        random_head(LLAMA_3_8B | json.loads(arguments.shape), head := Path(tempfile.mkdtemp(prefix="head-")) / "head")
+        options |= dict(speculation="eagle3", draft_model=str(head))
+        agree(arguments.rates)
     config = EngineConfig(**(options | dict(arguments.set)))
     loop, info = build(config)
     if arguments.always:
@@ -199,13 +324,19 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     about = provenance() | dict(model=info.model, started_in=round(info.started_in, 2), options=dict(arguments.set))
+    about |= dict(rates=arguments.rates)
     print("HOLDFAST " + json.dumps(about), flush=True)
+    settle(loop)
+    loop.observe(passes := Passes())
     run(loop, prompts("random", 4, info.vocab_size), replace(WORKLOADS["random"], max_tokens=32), 4)
     results = []
-    for workload in arguments.workloads or [name for name in WORKLOADS if name not in DIALOGUES]:
+    usual = ["constant"] if arguments.rates else [name for name in WORKLOADS if name not in DIALOGUES]
+    for workload in arguments.workloads or usual:
         for batch in arguments.batches:
             compare(loop, workload, batch, 24, 1, info.vocab_size)  # warm-up
-            results.append(compare(loop, workload, batch, arguments.tokens, arguments.repeat, info.vocab_size))
+            passes.figures()
+            found = compare(loop, workload, batch, arguments.tokens, arguments.repeat, info.vocab_size)
+            results.append(found | passes.figures())
             print("HOLDFAST " + json.dumps(results[-1]), flush=True)
     loop.close()
     if arguments.json:

@@ -9,9 +9,10 @@ A fresh start finds empty directories for the caches of Triton, PyTorch, CUDA an
 what that left. The model is a Llama-3-8B shape with random weights (`--small`: a small one, for a CPU). The stages are
 those that the engine reports; some overlap. `server` is the time before the engine's: the interpreter, the server's
 imports and its store. The first token is that of a prompt of 512 tokens, sent as soon as /health says 200. `host tier`
-is when all of it can be used; `paces` says how 200 tokens came before and after that. The system's own file cache is as
-it is: on a new machine the first start also reads PyTorch from the disk. Prints a JSON line for each start, then a
-table of medians.
+is when all of it can be used, and `ready` when /health/ready says 200 after that; `paces` says how 200 tokens came
+before and then, and `first_ms` how long a prompt of 512 tokens took until its first token. The system's own file cache
+is as it is: on a new machine the first start also reads PyTorch from the disk. Prints a JSON line for each start, then
+a table of medians.
 """
 
 from __future__ import annotations
@@ -94,6 +95,19 @@ def pace(port: int, model: str) -> dict[str, float]:
     return dict(mean_ms=round(1e3 * seconds / count, 3)) | over
 
 
+def first_token(port: int, model: str, number: int) -> float:
+    """Milliseconds until the token of a prompt of 512 tokens. Prompts of other numbers have nothing in common.
+
+    Raises RuntimeError.
+    """
+    prompt = [10 + (number + index) % 90 for index in range(512)]
+    began = time.monotonic()
+    status, body = ask(port, "/v1/completions", dict(model=model, prompt=prompt, max_tokens=1, temperature=0))
+    if status != 200:
+        raise RuntimeError(f"the request got {status}: {body!r}")
+    return round(1e3 * (time.monotonic() - began), 1)
+
+
 def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str, Any]:
     """Start a server, ask for a token, end it. Returns the times, in seconds after the command. Raises RuntimeError."""
     environment = os.environ | {name: str(caches / place) for name, place in CACHES.items()} | {"COLUMNS": "2000"}
@@ -122,12 +136,7 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
             while ask(port, "/health")[0] != 200:
                 time.sleep(0.005)
             health = time.monotonic() - began
-            prompt = [10 + index % 90 for index in range(512)]
-            status, body = ask(
-                port, "/v1/completions", dict(model=model.name, prompt=prompt, max_tokens=1, temperature=0)
-            )
-            if status != 200:
-                raise RuntimeError(f"the request got {status}: {body!r}")
+            first_ms = [first_token(port, model.name, 0)]
             first = time.monotonic() - began
             paces = [pace(port, model.name)]
             tier = None
@@ -139,6 +148,12 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
                 if time.monotonic() - began > LIMIT:
                     raise RuntimeError(f"only {ready} of {blocks} host blocks became ready")
                 time.sleep(0.05)
+            while ask(port, "/health/ready")[0] != 200:
+                if time.monotonic() - began > LIMIT:
+                    raise RuntimeError("the server did not become ready")
+                time.sleep(0.05)
+            ready = time.monotonic() - began
+            first_ms += [first_token(port, model.name, number) for number in (1, 2)]
             paces.append(pace(port, model.name))
         finally:
             server.send_signal(signal.SIGTERM)
@@ -163,6 +178,8 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
         health=round(health, 2),
         first_token=round(first, 2),
         host_tier=tier and round(tier, 2),
+        ready=round(ready, 2),
+        first_ms=first_ms,
         paces=paces,
         ended=round(ended, 2),
     )
@@ -179,9 +196,10 @@ def table(runs: list[dict[str, Any]]) -> str:
         named |= {"engine ready": run["engine_ready"], "/health 200": run["health"], "first token": run["first_token"]}
         if run["host_tier"] is not None:
             named["host tier"] = run["host_tier"]
+        named["/health/ready 200"] = run["ready"]
         for name, seconds in named.items():
             rows.setdefault(name, {}).setdefault(run["caches"], []).append(seconds)
-    last = ("engine ready", "/health 200", "first token", "host tier")
+    last = ("engine ready", "/health 200", "first token", "host tier", "/health/ready 200")
     ordered = [*(name for name in rows if name not in last), *(name for name in last if name in rows)]
     lines = ["| seconds | " + " | ".join(kinds) + " |", "|---" * (1 + len(kinds)) + "|"]
     for name in ordered:

@@ -10,6 +10,9 @@ holds its packages. Every job has its own process, log and time limit. Results a
 a later call with the same `--out` continues. No job starts that may exceed the budget. `beside.md` and `beside.png`
 show what is there at the end.
 
+If the GPU counts its energy, rows of the offline parts have joules a token of both engines, read by this process while
+the others run.
+
 The part `qwen` is a batch of 256 on Qwen3-0.6B's shape, where the host has the least time for a step. The peer's driver
 knows one shape and its own rows: it runs as a copy, next to the results, with these replaced.
 """
@@ -23,6 +26,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +35,7 @@ from typing import Any
 
 from benchmarks.engine.llama8b import QWEN3_06B
 from benchmarks.engine.multiturn import workload
+from benchmarks.lib.energy import EnergyLog, energy_counter, energy_log, joules_per_token
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = ("-m", "benchmarks.engine.llama8b")
@@ -155,11 +160,28 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     paths += [str(ROOT)] if job.engine == "holdfast" else []
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and job.engine == "holdfast"]
     environment = os.environ | dict(PYTHONUNBUFFERED="1", PYTHONPATH=":".join(paths))
-    began = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            job.command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+    began, lines = time.monotonic(), list[tuple[float, str]]()
+
+    def read() -> None:
+        with log.open("w") as copy:
+            for line in process.stdout or ():
+                lines.append((time.monotonic(), line.rstrip("\n")))
+                copy.write(line)
+
+    with (
+        energy_log(energy_counter()) as energy,
+        subprocess.Popen(
+            job.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        ) as process,
+    ):
+        reader = threading.Thread(target=read)
+        reader.start()
         try:
             ended: int | str = process.wait(timeout=job.limit)
         except subprocess.TimeoutExpired:
@@ -168,8 +190,12 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    rows = [json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith(("PEER {", "HOLDFAST {"))]
+            reader.join()
+    rows = [
+        with_energy(json.loads(line.split(" ", 1)[1]), at, energy)
+        for at, line in lines
+        if line.startswith(("PEER {", "HOLDFAST {"))
+    ]
     return dict(
         name=job.name,
         engine=job.engine,
@@ -178,27 +204,41 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
         ended=ended,
         seconds=round(time.monotonic() - began, 1),
         rows=rows,
-        last_lines=lines[-8:] if ended != 0 else [],
+        last_lines=[line for _, line in lines[-8:]] if ended != 0 else [],
     )
 
 
+def with_energy(row: dict[str, Any], at: float, energy: EnergyLog) -> dict[str, Any]:
+    """A row of throughput that was printed at a time, with the joules that its tokens took. Others stay as they are."""
+    if not {"seconds", "output_tok_s", "total_tok_s"} <= row.keys():
+        return row
+    seconds = row["seconds"]
+    used = energy.used(at - seconds, at)
+    return row | joules_per_token(used, seconds * row["output_tok_s"], seconds * row["total_tok_s"])
+
+
 def offline_table(done: list[dict[str, Any]], part: str, rows: dict[str, str]) -> list[dict[str, Any]]:
-    """The median of each of a part's rows, by our name and the peer's, of both engines, and the ratio."""
+    """The median of each of a part's rows, by our name and the peer's, of both engines, and the ratio.
+
+    Joules a token follow where both were measured: a token of the answers, or of the prompts in a row of prompts.
+    """
     table = []
     for ours, theirs in rows.items():
-        key = "total_tok_s" if ours == "prefill" else "output_tok_s"
-        values = {
-            engine: [
-                row[key]
-                for job in done
-                if job["engine"] == engine and job["part"] == part
-                for row in job["rows"]
-                if row.get("what") == name
-            ]
-            for engine, name in (("holdfast", ours), ("vllm", theirs))
-        }
-        if any(values.values()):
-            table.append(compared(ours if part == "offline" else f"{part} {ours}", key, values, higher=True))
+        figures = ("total_tok_s", "joules_token") if ours == "prefill" else ("output_tok_s", "joules_output_token")
+        for key in figures:
+            values = {
+                engine: [
+                    row[key]
+                    for job in done
+                    if job["engine"] == engine and job["part"] == part
+                    for row in job["rows"]
+                    if row.get("what") == name and key in row
+                ]
+                for engine, name in (("holdfast", ours), ("vllm", theirs))
+            }
+            if any(values.values()):
+                what, rate = ours if part == "offline" else f"{part} {ours}", key.endswith("tok_s")
+                table.append(compared(what if rate else f"{what}, energy", key, values, higher=rate))
     return table
 
 

@@ -178,11 +178,15 @@ class CostModel:
         return interpolate(self.attention_queries, rows, query)
 
     def decode(self, rows: int, context: int) -> float:
-        """Seconds that the attention of one decode at position `context` adds, if the step holds `rows` decodes."""
+        """Seconds that the attention of one decode at position `context` adds, if the step holds `rows` decodes.
+
+        Among more decodes than were measured, it takes as long as among the most that were. The slope between the last
+        two points would lead below 0, because decodes share a device better the more of them there are.
+        """
         if not self.decode_attention:
             return self.attention(1, context)
         by_rows = [interpolate(self.attention_contexts, row, context) for row in self.decode_attention]
-        return interpolate(self.decode_rows, by_rows, rows)
+        return interpolate(self.decode_rows, by_rows, min(rows, self.decode_rows[-1]))
 
     def step(self, segments: Iterable[tuple[int, int]]) -> float:
         """Seconds of a step of (query, context) segments."""
@@ -279,9 +283,9 @@ class Predictor:
     def decodes(self, contexts: list[int]) -> float:
         """Seconds of the attention of a step's decodes. `contexts` has the length of each, with the new token."""
         rows, counts = len(contexts), self._rows
-        right = min(bisect_right(counts, rows), len(counts) - 1)
-        if rows <= counts[0] or not right:
-            return self._added(0, contexts)
+        right = bisect_right(counts, rows)
+        if right in (0, len(counts)):
+            return self._added(max(0, right - 1), contexts)
         left = right - 1
         share = (rows - counts[left]) / (counts[right] - counts[left])
         fewer = self._added(left, contexts)

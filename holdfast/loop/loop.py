@@ -48,6 +48,8 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self._refresh, self._on_close, self._prepare = refresh, on_close, prepare
         self._observers = [*observers]
         self._plans: deque[Plan] = deque()
+        self.prepared = False
+        """Whether a pause has found nothing left to prepare."""
 
     def observe(self, observer: Observer[Plan, Result]) -> None:
         """Show this observer the plans and results from now on, including results of steps in flight."""
@@ -92,7 +94,9 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
     def prepare(self) -> bool:
         """Use a pause without work to prepare something that makes later steps faster. False if nothing is left."""
-        return self._prepare()
+        more = self._prepare()
+        self.prepared = self.prepared or not (more or self._plans)
+        return more
 
     def stats(self) -> Stats:
         """The current queues and memory."""

@@ -40,6 +40,7 @@ STATS = {
     "host_blocks_total": ("gauge", "host_blocks", "Blocks of the host tier, including those that are not usable yet"),
     "host_blocks_ready": ("gauge", "host_blocks_ready", "Blocks of the host tier that are usable now"),
     "host_blocks_cached": ("gauge", "host_blocks_cached", "Blocks of the host tier that hold state"),
+    "warming": ("gauge", "engines_warming", "Engines with graphs to capture or host memory to pin"),
     "preemptions": ("counter", "preemptions", "Requests that lost their blocks to make room"),
     "suspensions": ("counter", "suspensions", "Preempted requests whose state went to the host tier"),
     "prefix_queries": ("counter", "prefix_tokens_queried", "Prompt tokens looked up in the prefix cache"),

@@ -260,3 +260,16 @@ def test_points_keep_their_values_and_kind_when_read_as_padded_rows():
     padded = PaddedCost.of(COST)
     assert asdict(padded) == asdict(COST)
     assert isinstance(padded.slower(2.0, 2.0), PaddedCost)
+
+
+def test_more_decodes_than_were_measured_cost_no_less_each():
+    measured = replace(
+        COST,
+        decode_rows=(1, 64, 128),
+        decode_seconds=(0.004, 0.005, 0.006),
+        decode_attention=((0.0001, 0.001), (0.00002, 0.0002), (0.00001, 0.0001)),
+    )
+    predictor = measured.predictor()
+    for rows in (128, 256, 512):
+        assert predictor.decodes([4096] * rows) == pytest.approx(rows * 0.0001)
+        assert measured.decode(rows, 4096) == pytest.approx(0.0001)

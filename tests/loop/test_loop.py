@@ -135,3 +135,19 @@ def test_the_executor_is_released_even_if_an_earlier_close_fails():
     with pytest.raises(OSError, match="the disk is gone"):
         loop.close()
     assert device.calls == [("close", None)]
+
+
+def test_a_loop_is_prepared_once_a_pause_found_nothing_left_and_stays_so():
+    left, (request,) = [True, False, False], create_requests(5, max_tokens=2)
+    device = Recorder(64, 4)
+    loop = Loop(create_scheduler(), device, 2, itertools.count().__next__, prepare=lambda: left.pop(0))
+    assert not loop.prepared
+    assert loop.prepare() and not loop.prepared
+    device.expect(request)
+    loop.add(request)
+    loop.step()
+    assert not loop.prepare() and not loop.prepared, "with a step in flight nothing can be prepared"
+    run(loop)
+    assert not loop.prepare() and loop.prepared
+    left += [True]
+    assert loop.prepare() and loop.prepared

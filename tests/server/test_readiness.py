@@ -38,6 +38,27 @@ async def test_a_server_whose_engine_ends_is_not_ready_and_still_alive(http: Htt
         assert (alive.status_code, alive.json()) == (200, {"status": "alive"})
 
 
+async def test_a_server_is_ready_once_its_engine_is_warm_and_stays_so(http: Http, client: FakeClient) -> None:
+    async with http() as api:
+        client.warming = 1
+        cold = await api.get("/health/ready")
+        assert (cold.status_code, cold.json()["reason"]) == (503, "warming up")
+        assert (await api.get("/health")).status_code == 200, "it serves"
+        client.warming = 0
+        assert (await api.get("/health/ready")).status_code == 200
+        client.warming = 1
+        assert (await api.get("/health/ready")).status_code == 200
+
+
+async def test_an_engine_that_never_has_a_pause_counts_as_warm_after_a_while(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.server.readiness.WARM_SECONDS", 0.0)
+    async with http() as api:
+        client.warming = 1
+        assert (await api.get("/health/ready")).status_code == 200
+
+
 async def test_a_server_whose_store_cannot_be_read_is_not_ready(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     async with http() as api:
         with monkeypatch.context() as patch:

@@ -56,7 +56,9 @@ class StatsHandler(Handler):
         known: dict[str, Any] = {}
         for handler in self._handlers:
             known.update(handler.stats())
-        self._send(messages.Stats(message.number, replace(self._loop.stats(), **known)))
+        stats = self._loop.stats()
+        warming = not self._loop.prepared or stats.host_blocks_ready < stats.host_blocks_total
+        self._send(messages.Stats(message.number, replace(stats, warming=int(warming), **known)))
 
 
 class ClockHandler(Handler):

@@ -59,6 +59,9 @@ SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
 STEPS_PER_MESSAGE = 256
 """Number of steps after which they are reported. They are also reported before each answer to Ask."""
+LULL_SECONDS = 0.2
+"""Seconds without a message before a pause is used to prepare something: a client that asks again at once would wait
+for it, up to 70 ms for a large graph."""
 QUIET_SECONDS = 1.0
 """Length of a pause in which all garbage is collected. That takes as long as several steps."""
 WATCHED_SECONDS = 0.05
@@ -361,8 +364,12 @@ def await_messages(
 ) -> list[messages.ToEngine]:
     """Use a pause of the loop until a message or a handler needs it. Returns the messages, if any came.
 
-    All garbage is collected if nothing comes for QUIET_SECONDS. A client that watches gets reports meanwhile.
+    All garbage is collected if nothing comes for QUIET_SECONDS. A client that watches gets reports meanwhile. The
+    loop prepares nothing before LULL_SECONDS, because that may hold up a request that comes meanwhile.
     """
+    idle = not any(handler.ready or handler.busy for handler in handlers)
+    if idle and not loop.prepared and parent.poll(LULL_SECONDS):
+        return parent.receive()
     while loop.prepare() and not parent.poll(0):
         pass
     if any(handler.ready for handler in handlers):

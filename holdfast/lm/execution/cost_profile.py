@@ -183,7 +183,8 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
     chunks = {count: _chunks(device, count) for count in tokens}
     query = max(1, min(FAR, limit, longest // 2))
     near, far = ((0, query),), ((longest - query, longest),)
-    rows = [*islice(powers(1, min(device.config.most_sequences, device.memory.cache.num_blocks, limit)), 0, None, 2)]
+    most_rows = min(device.config.most_sequences, device.memory.cache.num_blocks, limit)
+    rows = sorted({*islice(powers(1, most_rows), 0, None, 2), most_rows})
     contexts = tuple(powers(min(16, longest), longest))
     decodes = [
         [

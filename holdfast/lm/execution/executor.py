@@ -209,6 +209,8 @@ class PagedExecutor:
             plan, self._late_writes = replace(plan, table_writes=(*self._late_writes, *plan.table_writes)), ()
         if not plan.segments:
             self._late_writes = plan.table_writes
+        if self.memory.host is not None:
+            self.memory.host.note_step()
         work = self._stage_segments(plan) if plan.segments else None
         flight: Flight
         with self._launching:

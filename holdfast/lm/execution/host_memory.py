@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from holdfast.lm.tiers import Outcome, Pieces, TierJob
 SLAB_BYTES = 1 << 26
 """Bytes that are pinned at a time. Other calls to the driver wait meanwhile: with slabs of 256 MiB, 10% of a stream's
 tokens took over 25 ms."""
+WAIT_SHARE = 9.0
+"""Pause after a slab while steps run, as a multiple of the time of the slab: pinning gets a tenth of the time."""
 SLOT_BYTES = 64
 """A slot for a recurrent state takes a multiple of this many bytes, so that the numbers of each state are aligned."""
 HUGE_PAGES = 14
@@ -32,8 +35,9 @@ log = logging.getLogger("holdfast.engine")
 class HostMemory:
     """A cache in host memory, and the number of its blocks that can be used so far.
 
-    Pinning 32 GB takes about 20 s, most of it to clear pages. A thread does it, so the first blocks can be used at
-    once. If the system refuses, the memory pinned so far stays in use, and the log gives the reason.
+    Pinning 32 GB takes some 6 s while no step runs. A thread does it, so the first blocks can be used at once. Each
+    slab holds up the launches of steps, so while steps run the thread rests between two slabs. If the system refuses,
+    the memory pinned so far stays in use, and the log gives the reason.
     """
 
     def __init__(
@@ -57,11 +61,17 @@ class HostMemory:
         """Number of blocks that can be used. It never falls."""
         self.blocks = cache.num_blocks
         """Number of blocks that can be used once all are pinned."""
+        self._stepped = False
+        """Whether a step began since the last slab was pinned."""
         self._thread = threading.Thread(target=self._pin_all, name="holdfast-host-memory", daemon=True)
 
     def begin(self) -> None:
         """Begin to pin."""
         self._thread.start()
+
+    def note_step(self) -> None:
+        """Note that a step begins."""
+        self._stepped = True
 
     def wait(self) -> None:
         """Wait until no further block will become ready."""
@@ -80,6 +90,7 @@ class HostMemory:
         for start, stop in slabs(self._bytes.data_ptr(), len(self._bytes)):
             if self._stop.is_set():
                 return
+            self._stepped, began = False, time.monotonic()
             slab = self._bytes[start:stop]
             allow_huge_pages(slab)
             slab.zero_()  # several threads clear these pages; the driver would use one, and hold its locks meanwhile
@@ -97,6 +108,8 @@ class HostMemory:
                 return
             self._pinned.append(slab.data_ptr())
             self.ready = stop // block_bytes
+            if self._stepped:
+                self._stop.wait(WAIT_SHARE * (time.monotonic() - began))
 
 
 class HostPart(NamedTuple):

@@ -51,6 +51,9 @@ class Policy(ABC):
     def observe(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027  most policies learn nothing
         """Learn from the result of a step. Results come in the order of the plans."""
 
+    def ended(self, entry: Entry) -> None:  # noqa: B027  most policies learn nothing
+        """Learn from a sequence that has ended."""
+
 
 class StepBuilder(ABC):
     """Plans segments while the budget lasts; a planned segment cannot be taken back.

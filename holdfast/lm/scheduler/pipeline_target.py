@@ -30,7 +30,7 @@ class PipelineLatencyTarget(LatencyTarget):
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, stages: int) -> None:
         """Arguments of `LatencyTarget`, and the number of `stages`; `cost` is that of a step through all of them."""
-        super().__init__(cost, target, tile=tile, ceiling=ceiling)
+        super().__init__(cost, target, tile=tile, ceiling=ceiling, stages=stages)
         sizes = [*range(tile, ceiling, tile), ceiling]
         best = min(cost.linear(size) / size for size in sizes)
         self.efficient_tokens: int = next(size for size in sizes if cost.linear(size) / size <= EFFICIENT * best)

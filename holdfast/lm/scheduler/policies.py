@@ -9,6 +9,8 @@ from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.stream_limit import StreamLimit
 from holdfast.lm.types import StepPlan, StepResult
 
 REFERENCE_DECODES, REFERENCE_CONTEXT = 32, 4096
@@ -95,6 +97,8 @@ class LatencyTarget(Policy):
     always fill the tile it has begun, so prefills go on however tight the target is. While no request streams, a step
     delays nobody and is bounded by the ceiling alone.
 
+    A request waits while the streams would be late with it, now or when their contexts have grown (`StreamLimit`).
+
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`).
 
@@ -102,8 +106,13 @@ class LatencyTarget(Policy):
     a step.
     """
 
-    def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, whole: bool = False) -> None:
-        """`target` in seconds; `ceiling` is the most tokens of a step, `tile` the tile size of its matrix products."""
+    def __init__(
+        self, cost: CostModel, target: float, *, tile: int, ceiling: int, whole: bool = False, stages: int = 1
+    ) -> None:
+        """`target` in seconds; `ceiling` is the most tokens of a step, `tile` the tile size of its matrix products.
+
+        In a pipeline of several `stages`, a step has its share of the decodes.
+        """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
         if not 1 <= tile <= ceiling:
@@ -116,6 +125,7 @@ class LatencyTarget(Policy):
         self._cost, self._predictor = cost, cost.predictor()
         self._apart = isinstance(cost, PaddedCost)
         """Whether each chunk is a forward of its own, so that it fills tiles alone."""
+        self.streams = StreamLimit(self._predictor, tile=tile, stages=stages, padded=self._apart)
         self._decodes = 0
         """Decodes of the step under construction."""
         self._attention = 0.0
@@ -138,7 +148,8 @@ class LatencyTarget(Policy):
         self._attention = self._predictor.decodes([entry.cache.planned for entry in step.sampling])
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
-        step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
+        self.streams.begin()
+        step.admit(lambda entry: self._may_start(step, entry))
         seconds = self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention
         self.planned(step, seconds)
         step.predicted = seconds * self.correction.mean if step.num_tokens else 0.0
@@ -161,6 +172,10 @@ class LatencyTarget(Policy):
         predicted = self._predicted.pop(plan.step, None)
         if predicted:
             self.correction.update(result.seconds / predicted)
+
+    def ended(self, entry: Entry) -> None:
+        """Learn how long answers are."""
+        self.streams.ended(entry)
 
     @property
     def corrected(self) -> CostModel:
@@ -192,6 +207,13 @@ class LatencyTarget(Policy):
             else:
                 high = middle - 1
         return low
+
+    def _may_start(self, step: StepBuilder, entry: Entry) -> bool:
+        """Whether the step has room for the first tile of a waiting sequence, and all later steps for its decodes."""
+        if step.num_tokens > self._decodes and not self._room(step.num_tokens, entry.sequence.length):
+            return False
+        bound, factor = self.target - step.reserved, self.correction.factor
+        return self.streams.allows(entry, step, lambda seconds: self.wait(seconds * factor) <= bound)
 
     def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
         """How many tokens of [start, stop) still fit a step of `planned` tokens. Adds their attention to the step's.

@@ -222,5 +222,6 @@ class Scheduler:
         self._results.ended(entry)
         del self._entries[entry.id]
         self._queues.stop(entry, self._now)
+        self._policy.ended(entry)
         for part in self._queues.hooks.ended:
             part.ended(entry)

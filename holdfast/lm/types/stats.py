@@ -142,3 +142,5 @@ class SchedulerStats:
     """Such requests whose first token came in time, and that had to wait too long for a later one."""
     contracts_broken_complete: int = 0
     """Such requests that kept both, and whose last token came too late."""
+    warming: int = 0
+    """1 as long as the engine has graphs to capture in its next pauses, or memory of the host tier to pin."""

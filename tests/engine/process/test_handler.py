@@ -14,7 +14,7 @@ from holdfast.engine import messages
 from holdfast.engine.process.build import PARTS, refusing
 from holdfast.engine.process.handler import Gate, Handler, Router, find
 from holdfast.engine.process.requests import ClockHandler, RequestHandler, StatsHandler
-from holdfast.engine.process.serve import AWAITED_SECONDS, await_messages, do_step
+from holdfast.engine.process.serve import AWAITED_SECONDS, LULL_SECONDS, await_messages, do_step
 from holdfast.engine.process.step_log import StepLog
 from holdfast.lm.parts.adapters.messages import AdapterRefused, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
@@ -162,7 +162,7 @@ def test_a_request_is_queued_unless_a_gate_takes_it_and_an_abort_reaches_all_of_
 def test_the_figures_are_those_of_the_planner_with_what_handlers_know_after_the_steps_so_far() -> None:
     sent: list[Any] = []
     stats = SchedulerStats(1, *[0] * 8)
-    loop: Any = SimpleNamespace(stats=lambda: stats)
+    loop: Any = SimpleNamespace(stats=lambda: stats, prepared=True)
     log = StepLog(float)
     log.planned(StepPlan(0, ()))
     log.ended(StepResult(0, (), 0.5))
@@ -171,6 +171,17 @@ def test_the_figures_are_those_of_the_planner_with_what_handlers_know_after_the_
     steps, answer = sent
     assert isinstance(steps, messages.Steps) and answer.number == 7
     assert (answer.stats.waiting, answer.stats.chunk_rate, answer.stats.chunk_failures) == (1, 5.0, 2)
+
+
+@pytest.mark.parametrize(("prepared", "ready", "warming"), [(False, 4, 1), (True, 3, 1), (False, 3, 1), (True, 4, 0)])
+def test_an_engine_is_warm_once_nothing_is_left_to_prepare_and_its_host_tier_is_complete(
+    prepared: bool, ready: int, warming: int
+) -> None:
+    sent: list[Any] = []
+    stats = SchedulerStats(*[0] * 9, host_blocks_total=4, host_blocks_ready=ready)
+    loop: Any = SimpleNamespace(stats=lambda: stats, prepared=prepared)
+    StatsHandler(loop, sent.append, StepLog(float), ()).receive(messages.Ask(7))
+    assert sent[1].stats.warming == warming
 
 
 def test_the_time_is_given_when_it_is_asked_for() -> None:
@@ -210,7 +221,7 @@ def pause(handlers: list[Handler], prepares: int = 0, arrives: bool = False) -> 
         return left[0] >= 0
 
     parent, watched = Parent(arrives), SimpleNamespace(on=False)
-    loop: Any = SimpleNamespace(prepare=prepare)
+    loop: Any = SimpleNamespace(prepare=prepare, prepared=not prepares)
     return await_messages(loop, parent, handlers, watched), parent, prepares - max(0, left[0])  # type: ignore[arg-type]
 
 
@@ -227,6 +238,13 @@ def test_a_pause_prepares_until_there_is_nothing_left_or_a_message_comes() -> No
     assert pause([Taking(ready=True)], prepares=3)[2] == 3
     _, parent, prepared = pause([Taking(ready=True)], prepares=3, arrives=True)
     assert prepared == 1 and parent.did == [("poll", 0)]
+
+
+def test_a_client_that_asks_again_at_once_does_not_wait_for_a_preparation() -> None:
+    found, parent, prepared = pause([Taking()], prepares=3, arrives=True)
+    assert (found, prepared) == (["message"], 0) and parent.did == [("poll", LULL_SECONDS), "receive"]
+    _, parent, prepared = pause([Taking()], prepares=3)
+    assert prepared == 3 and parent.did[0] == ("poll", LULL_SECONDS)
 
 
 def step(outputs: Any, *handlers: Handler) -> tuple[list[Any], int]:

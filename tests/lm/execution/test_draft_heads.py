@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.draft_head import DraftHead
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.speculation import device as head_device
 from holdfast.lm.parts.speculation.choice import make_head_parts
 from holdfast.lm.parts.speculation.device import HeadDevice
 from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
@@ -167,3 +169,34 @@ def test_guesses_are_those_of_the_whole_text_after_chunks_drafts_and_rejections(
             assert list(guesses) == reference(head, taps[segment.sequence_id], text, 0, known, len(guesses))
             compared += 1
     assert compared > 30 and rejected > 5 and chunked > 2
+
+
+def test_a_rehearsal_of_any_size_changes_no_later_guess(
+    model: Decoder, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request(str(number), tuple(range(5 + number, 40)), SamplingParams(temperature=0.0, max_tokens=40))
+             for number in range(5)]  # fmt: skip
+
+    def answers() -> tuple[dict[str, list[int]], int]:
+        loop, found = loop_of(model, head), {request.id: list[int]() for request in asked}
+        for request in asked:
+            loop.add(request)
+        while loop.has_work():
+            for output in loop.step() or ():
+                found[output.request_id] += output.tokens
+        accepted = loop.stats().drafts_accepted
+        loop.close()
+        return found, accepted
+
+    plain = answers()
+    sizes_of_a_gpu = partial(head_device.rehearsed, kind="cuda")
+    monkeypatch.setattr(head_device, "rehearsed", lambda rows, slots, tokens, kind: sizes_of_a_gpu(rows, slots, tokens))
+    assert answers() == plain
+
+
+def test_a_gpu_rehearses_decodes_of_all_rows_and_prompts_as_far_as_a_step_goes() -> None:
+    assert head_device.rehearsed(256, 512, 2048, "cpu") == [(1, 1)]
+    sizes = head_device.rehearsed(256, 512, 2048, "cuda")
+    assert {(1, 1), (1, 4), (64, 1), (256, 1), (256, 4), (1, 256)} <= {*sizes}
+    assert all(rows * positions <= 2048 and rows <= 256 and positions + 2 <= 512 for rows, positions in sizes)
+    assert all(rows * positions <= 16 for rows, positions in head_device.rehearsed(256, 512, 16, "cuda"))

@@ -113,6 +113,21 @@ def test_closing_while_slabs_are_being_locked_unlocks_them_and_locks_no_more() -
     assert not locks.held and host.ready < 1000
 
 
+def test_slabs_wait_for_each_other_while_steps_run_and_do_not_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "WAIT_SHARE", 1e6)
+    locks = Locks(permits=0)
+    host = HostMemory(cache(10), locks.lock, locks.unlock)
+    host.begin()
+    locks.asked.acquire()  # the first slab is in progress
+    locks.permits.release()
+    locks.asked.acquire()  # no step: the second one follows at once
+    host.note_step()
+    locks.permits.release(9)
+    assert not locks.asked.acquire(timeout=0.05), "it rests for as long as the factor says"
+    host.close()
+    assert not locks.held and host.ready < 10
+
+
 def test_memory_that_never_began_can_be_closed() -> None:
     locks = Locks(permits=0)
     HostMemory(cache(1), locks.lock, locks.unlock).close()

@@ -152,6 +152,9 @@ class ContractPolicy(Policy):
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.inner.observe(plan, result)
 
+    def ended(self, entry: Entry) -> None:
+        self.inner.ended(entry)
+
     def _loosen(self, step: StepBuilder, start: float, factor: float) -> None:
         """Raise the bound if the contract that asked for it has ended, and the others are kept without it."""
         promises = self._promises

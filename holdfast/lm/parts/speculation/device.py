@@ -105,15 +105,39 @@ class HeadExecutor(PartExecutor):
         self._head, self._taps, self._device = head, memory.taps, memory.keys.device
         self._keys, self._values, self._waiting = memory.keys, memory.values, memory.waiting
         self._windows = Windows(memory.keys.shape[1])
-        self._rehearse()
+        rows, slots = memory.keys.shape[:2]
+        for segments, positions in rehearsed(rows, slots, len(self._taps.into), self._device.type):
+            self._rehearse(segments, positions)
 
     @torch.inference_mode()
-    def _rehearse(self) -> None:
-        """Guess once, so that no step waits for what the first products of their sizes take."""
-        head, zero = self._head, torch.zeros(1, dtype=torch.int64, device=self._device)
-        entered, residual = head.enter(head.combine(self._taps.into[:1]), zero)
-        head.keys_values(entered, zero)
-        self._guess(entered, residual, zero, zero, zero, 2, 2)
+    def _rehearse(self, segments: int, positions: int) -> None:
+        """Run once for this number of sampling segments, each with this number of positions and two guesses.
+
+        The first products of a size, and the first use of a kernel, take tens of milliseconds on a GPU. No step should
+        wait for them.
+        """
+        kept = segments * positions
+        at, row = np.arange(kept), np.repeat(np.arange(segments), positions)
+        slot, last = at % positions, positions * np.arange(1, segments + 1) - 1
+        drafted = min(positions, self._keys.shape[1] - 1) - 1
+        nothing = np.empty(0, np.int64)
+        places = Places(
+            token=at,
+            following=at,
+            position=slot,
+            row=row,
+            slot=slot,
+            waited=nothing,
+            drawn=last,
+            first=last - drafted,
+            guessed=np.repeat(last, drafted),
+            draws=np.repeat(np.arange(segments), drafted),
+            counts=np.full(segments, drafted),
+            wait_token=last,
+            wait_row=np.arange(segments),
+        )
+        ids = torch.zeros(kept, dtype=torch.int64, device=self._device)
+        self._run(ids, ids[:segments], places, (), 2, min(positions + 2, self._keys.shape[1]))
 
     def follow(self, staged: StagedStep) -> Sequence[DrawnWork]:
         plan = staged.plan.part(HeadPlan)
@@ -130,7 +154,7 @@ class HeadExecutor(PartExecutor):
             if self._device.type == "cuda":
                 events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 events[0].record()
-            drafts = self._run(packed, drawn, places, shifts, plan.drafts, min(longest, self._windows.slots))
+            drafts = self._run(packed.ids, drawn, places, shifts, plan.drafts, min(longest, self._windows.slots))
             if events is not None:
                 events[1].record()
                 return FoundDrafts(drafts, 0.0, (events[0], events[1]))
@@ -140,7 +164,7 @@ class HeadExecutor(PartExecutor):
 
     def _run(
         self,
-        packed: PackedStep,
+        ids: torch.Tensor,
         drawn: torch.Tensor,
         places: Places,
         shifts: Sequence[Shift],
@@ -149,6 +173,7 @@ class HeadExecutor(PartExecutor):
     ) -> torch.Tensor:
         """Keep the positions of a step, and guess the next tokens [S, drafts] of its sampling segments.
 
+        `ids` [T] are the tokens of the batch, and `drawn` [R] those that were drawn after its sampling positions.
         `longest` is the number of slots that a query may see.
         """
         for row, source, count in shifts:
@@ -159,7 +184,7 @@ class HeadExecutor(PartExecutor):
         read = taps.index_select(0, at.token)
         if len(places.waited):
             read[at.waited] = waiting.index_select(0, at.row[at.waited])
-        following = packed.ids.index_select(0, at.following)
+        following = ids.index_select(0, at.following)
         following[at.drawn] = drawn
         entered, residual = head.enter(head.combine(read), following)
         keys, values = head.keys_values(entered, at.position)
@@ -169,7 +194,7 @@ class HeadExecutor(PartExecutor):
             waiting[at.wait_row] = taps.index_select(0, at.wait_token)
         if not drafts or not len(places.first):
             return drawn.new_empty(len(places.first), 0)
-        last = at.first + self._accepted(packed.ids, drawn, at)
+        last = at.first + self._accepted(ids, drawn, at)
         return self._guess(
             entered[last], residual[last], at.position[last], at.row[last], at.slot[last], drafts, longest
         )
@@ -213,6 +238,19 @@ class HeadExecutor(PartExecutor):
         """The indices on the device, in one copy."""
         together = upload(np.concatenate(places), self._device)
         return Places(*torch.split(together, [len(each) for each in places]))  # type: ignore[arg-type]
+
+
+def rehearsed(rows: int, slots: int, tokens: int, kind: str) -> list[tuple[int, int]]:
+    """Sampling segments, and positions of each, of the steps that a head runs once before it serves.
+
+    On a GPU these are decodes with and without drafts, up to all `rows`, and prompts of up to all `tokens` of a step,
+    or the `slots` of a row. On a CPU, a first step takes no longer than any other.
+    """
+    if kind != "cuda":
+        return [(1, 1)]
+    counts = [1 << power for power in range(rows.bit_length())]
+    decodes = [(count, positions) for count in counts for positions in (1, 4) if count * positions <= tokens]
+    return [*decodes, *((1, 1 << power) for power in range(3, min(slots - 2, tokens).bit_length()))]
 
 
 def spans_of(plan: StepPlan) -> list[Span]:

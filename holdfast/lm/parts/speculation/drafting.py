@@ -31,8 +31,9 @@ PRIOR = 10
 """Number of steps for which predictions of a new batch size weigh as much as measurements."""
 WEIGHT = 0.1
 """Weight of one step in the running means of gaps and of measured over predicted times."""
-MOST_GAP, MOST_RATIO = 0.02, 4.0
-"""Upper limits of a single measurement."""
+MOST_GAP, MOST_RATIO, MOST_CYCLE = 0.02, 4.0, 2.0
+"""Upper limits of a single measurement: a gap in seconds; a step's time over the predicted one; and the tokens that a
+step with drafts should have given in its time, over those that it gave."""
 
 
 class Planned(NamedTuple):
@@ -218,7 +219,9 @@ class DraftingPart(Verification):
         account = self.account(last.rows)
         account.gap += WEIGHT * (gap - account.gap)
         if last.promise:
-            account.settle(self._given, last.promise * cycle)
+            # A step that took many times what was predicted waited for something else than its drafts.
+            most = MOST_CYCLE * max(self._given, last.rows)
+            account.settle(self._given, min(last.promise * cycle, most))
 
     def _too_few(self, decoding: Sequence[Entry], number: int) -> bool:
         """Whether all decodes had better wait, because drafts in flight leave too few that can be planned now.

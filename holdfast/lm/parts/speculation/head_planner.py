@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
-from holdfast.lm.parts.speculation.drafting import MARGIN, MOST_RATE, MOST_RATIO, PATIENCE, DraftingPart, after
+from holdfast.lm.parts.speculation.drafting import MARGIN, MOST_RATE, PATIENCE, DraftingPart, after
 from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
 from holdfast.lm.parts.speculation.verification import draftable
 from holdfast.lm.scheduler.entries import Entry
@@ -23,8 +25,11 @@ FIRST, LEAST_WEIGHT = 8, 0.02
 """Number of verified drafts that HOPE counts for in the rate of all sequences, and least weight of one draft in it."""
 SHORT, LONG = 16, 1024
 """Least and most tokens without drafts after which half of a disappointment has faded. Drafts that fail double them."""
-PASS_WEIGHT = 0.2
+PASS_WEIGHT = 0.5
 """Weight of one step in the running time of a pass."""
+LATEST = 7
+"""Number of latest passes of which the median counts. The first ones of a size may wait for the driver, which says
+nothing of later ones."""
 FORGETS = 64
 """Steps without guesses after which two thirds of the disappointment with a batch size have faded.
 
@@ -90,6 +95,8 @@ class HeadPart(DraftingPart):
 
         They go back to the first estimate while none is made, as one slow pass must not end guessing for good.
         """
+        self._latest: dict[int, deque[float]] = {}
+        """Seconds of the latest passes, by that power of two; at first the estimate."""
         self._mean = HOPE
         """Running rate of hits of all sequences."""
         self._verified_drafts = 0
@@ -193,8 +200,9 @@ class HeadPart(DraftingPart):
         if found.passes and found.seconds:
             rows, seconds = len(sampling), found.seconds / found.passes
             before = self._pass_seconds(rows)
-            ratio = min(max(seconds / before, 1 / MOST_RATIO), MOST_RATIO)
-            self._passes[rows.bit_length()] = before * (1 + PASS_WEIGHT * (ratio - 1))
+            latest = self._latest.setdefault(rows.bit_length(), deque([before] * LATEST, LATEST))
+            latest.append(seconds)
+            self._passes[rows.bit_length()] = before + PASS_WEIGHT * (median(latest) - before)
         given = result.counts if result.counts is not None else [1] * len(sampling)
         for entry, tokens, number in zip(sampling, found.drafts or [()] * len(sampling), given, strict=True):
             if self._guessing.get(entry) == count:

@@ -390,12 +390,11 @@ class CoreConfig:
 
     def _check_deterministic(self) -> None:
         """Raises ValueError for an option with which a token's bits would depend on other tokens, or on the device."""
-        backend, cache, weights = self.attention_backend, self.kv_cache_dtype, self.quantization
+        backend, cache = self.attention_backend, self.kv_cache_dtype
         excluded = [
             (self.several_devices, "devices add up parts of each sum, in an order that their number changes"),
             (self.rows_only, "the code of Transformers sums in an order that the size of the batch changes"),
             (f"kv_cache_dtype is {cache}" if cache != "auto" else "", "its kernels read no FP8"),
-            (f"quantization is {weights}" if weights != "none" else "", "the batch changes the order of FP8 products"),
             (
                 f"attention_backend is {backend}" if backend not in OWN_ATTENTION else "",
                 "the batch changes the order of its sums",

@@ -18,8 +18,13 @@ from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.integer.weight import IntegerWeight
+from holdfast.lm.kernels.lora.groups import groups_of
+from holdfast.lm.kernels.lora.protocol import StepAdapters
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.packed import Form, PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
+from holdfast.lm.models.adapted import adapted_modules
+from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput, StreamTaps
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
@@ -34,6 +39,7 @@ from holdfast.lm.models.whole_steps import (
     is_known,
     is_plain,
 )
+from tests.adapters import drawn
 from tests.checkpoints import make
 from tests.compiled import integer_library
 from tests.gguf_files import write_gguf
@@ -233,8 +239,36 @@ def part_of(step: StepInput, at: torch.Tensor, batch: Segments, **changes: Any) 
     return replace(step, **own, metadata=step.attention.make_metadata(batch), **changes)
 
 
-def in_random_steps(model: Decoder, whole: StepInput, draw: random.Random) -> torch.Tensor:
-    """The logits of all tokens of a step, computed in steps of random segments, in a random order within a step."""
+SLOT_OF_ROW = (1, -1, 0, 1)
+"""The slot of each row's adapter; -1: it has none."""
+
+
+def adapters_of(slots: AdapterSlots, of_tokens: torch.Tensor, sample_at: torch.Tensor | None = None) -> StepAdapters:
+    """The adapters of a step whose tokens have these slots."""
+    tokens, rows = (
+        TorchLora(groups_of(each.numpy()), CPU)
+        for each in (of_tokens, of_tokens if sample_at is None else of_tokens[sample_at])
+    )
+    return StepAdapters(slots.layers, tokens, rows)
+
+
+def filled_slots(model: Decoder, *, max_rank: int = 12) -> AdapterSlots:
+    """Two adapters of other ranks, the second one of some modules only."""
+    slots = AdapterSlots(adapted_modules(model.decoder), slots=2, max_rank=max_rank, dtype=model.spec.dtype, device=CPU)
+    modules = tuple(adapted_modules(model.decoder).modules)
+    for slot, (rank, own) in enumerate(((max_rank, ()), (5, (modules[0], modules[2], modules[-1])))):
+        weights = drawn(model.decoder, rank, seed=slot, modules=own)
+        slots.write(slot, slots.pack(weights, model.layers, pinned=False))
+    return slots
+
+
+def in_random_steps(
+    model: Decoder, whole: StepInput, draw: random.Random, slots: AdapterSlots | None = None
+) -> torch.Tensor:
+    """The logits of all tokens of a step, computed in steps of random segments, in a random order within a step.
+
+    With `slots`, tokens have the adapters of SLOT_OF_ROW.
+    """
     starts, done = np.cumsum([0, *LENGTHS]), [0] * len(LENGTHS)
     found = torch.empty(sum(LENGTHS), model.spec.vocab_size, dtype=model.spec.dtype)
     while left := [row for row, length in enumerate(LENGTHS) if done[row] < length]:
@@ -245,7 +279,11 @@ def in_random_steps(model: Decoder, whole: StepInput, draw: random.Random) -> to
             spans += [span for span in ((row, begin, cut), (row, cut, end)) if span[1] < span[2]]
         draw.shuffle(spans)  # a segment may come before another one whose keys it reads
         at = torch.cat([torch.arange(starts[row] + begin, starts[row] + end) for row, begin, end in spans])
-        step = part_of(whole, at, segments(*spans))
+        changes: dict[str, Any] = {}
+        if slots is not None:
+            of_tokens = torch.cat([torch.full((end - begin,), SLOT_OF_ROW[row]) for row, begin, end in spans])
+            changes["adapters"] = None if bool((of_tokens < 0).all()) else adapters_of(slots, of_tokens)
+        step = part_of(whole, at, segments(*spans), **changes)
         found[at] = model.logits(model.hidden(step)) if draw.random() < 0.3 else model.forward(step)
     return found
 
@@ -279,6 +317,89 @@ def test_an_invariant_model_gives_a_token_the_same_bits_in_any_step(
     plain = loaded(tmp_path, family, **config)
     with torch.inference_mode():
         assert (plain.forward(whole).float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "adapted"),
+    [
+        ("Mixtral", {}, False),
+        ("Qwen3Moe", {"dtype": "bfloat16"}, False),
+        ("GptOss", {}, False),
+        ("Olmo2", {}, True),
+        ("Llama", {"head_dim": 12}, True),
+        ("Llama", {"dtype": "float16"}, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_decoders_and_types_that_the_library_lacks_are_computed_token_by_token(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any], adapted: bool
+) -> None:
+    """Each token has the same bits in any step. They are near those of a model that computes all tokens together."""
+    model = loaded(tmp_path, family, invariant=True, **config)
+    assert model.spec.arithmetic.startswith("token by token, PyTorch ") and model.whole_steps is None
+    slots = filled_slots(model) if adapted else None
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    of_tokens = torch.repeat_interleave(torch.tensor(SLOT_OF_ROW), torch.tensor(LENGTHS))
+    step = replace(whole, adapters=None if slots is None else adapters_of(slots, of_tokens))
+    with torch.inference_mode():
+        wanted = model.forward(step)
+        for seed in range(2):
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
+        some = torch.tensor([3, 70, 64, 109])
+        if slots is not None:
+            step = replace(step, adapters=adapters_of(slots, of_tokens, some))
+        assert torch.equal(model.forward(replace(step, sample_at=some)), wanted[some])
+        assert model.forward(replace(step, sample_at=some[:0])).shape == (0, model.spec.vocab_size)
+        plain = loaded(tmp_path, family, **config)
+        attention = step_of(plain, *SPANS, backend="torch").attention
+        together = plain.forward(replace(step, sample_at=some, attention=attention)).float()
+    near = 0.05 if "dtype" in config else 1e-4
+    assert (together - wanted[some].float()).norm() < near * wanted[some].float().norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("Llama", {"attention_bias": True, "mlp_bias": True}), ("Phi3", {}), ("Gemma2", {"dtype": "bfloat16"})],
+    ids=["Llama", "Phi3", "Gemma2"],
+)
+def test_an_adapters_token_has_the_same_bits_in_any_step_and_a_token_without_one_those_of_the_model(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """The sequences of a step have one adapter, another one, and none. Adapters of float32 are near PyTorch's."""
+    model = loaded(tmp_path, family, invariant=True, **config)
+    slots = filled_slots(model)
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    of_tokens = torch.repeat_interleave(torch.tensor(SLOT_OF_ROW), torch.tensor(LENGTHS))
+    adapted = replace(whole, adapters=adapters_of(slots, of_tokens))
+    with torch.inference_mode():
+        base, wanted = model.forward(whole), model.forward(adapted)
+        without = of_tokens < 0
+        assert torch.equal(wanted[without], base[without]) and not torch.equal(wanted[~without], base[~without])
+        for seed in range(5):
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
+        plain = loaded(tmp_path, family, **config)
+        oracle = plain.forward(replace(adapted, attention=step_of(plain, *SPANS, backend="torch").attention))
+    assert (oracle.float() - wanted.float()).norm() < (
+        2e-5 if not config.get("dtype") else 0.03
+    ) * wanted.float().norm()
+
+
+def test_adapters_that_do_not_fit_the_library_are_refused(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama", invariant=True)
+    slots, of_tokens = filled_slots(model), torch.tensor([0, -1, 1, 0, 0, 0])
+    step = step_of(model, *SPANS)
+
+    def refused(adapters: StepAdapters, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            model.forward(replace(step, adapters=adapters))
+
+    refused(adapters_of(slots, of_tokens + 1), "a slot, block, position or row of the step does not exist")
+    refused(adapters_of(slots, of_tokens[:5]), "5 slots of adapters do not fit a step of 6 tokens")
+    refused(replace(adapters_of(slots, of_tokens), layers=slots.layers[:1]), "adapters of 1 layers of 2")
+    scaled = AdapterSlots(
+        adapted_modules(model.decoder), slots=2, max_rank=4, dtype=torch.float32, device=CPU, dora=True
+    )
+    refused(adapters_of(scaled, of_tokens), "or have gains")
 
 
 def test_a_step_in_several_calls_computes_shared_blocks_before_they_are_read(

@@ -14,6 +14,7 @@ import torch
 
 from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
+from holdfast.lm.kernels.lora.protocol import LoraStack
 from holdfast.lm.kernels.stacked import Rows, StackedWeight
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
@@ -25,6 +26,8 @@ HEAD_UNIT = 16
 MOST_ROTATIONS = 2
 NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "sinks")
 """Small tensors of `struct layer`, in its order."""
+MOST_PARTS = 4
+"""Largest number of parts of a projection that adapters change."""
 BAD_PLACE = 2
 Compute = Callable[[ctypes.Structure, ctypes.Structure, torch.Tensor], int]
 """A function of the library that computes a step, or a part of one, of a decoder in scratch memory."""
@@ -75,16 +78,29 @@ class _Decoder(ctypes.Structure):
     )
 
 
+class _Adapted(ctypes.Structure):
+    """struct adapted of integer.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b", "rank", "scale")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "part_stride", "table_stride")),
+        *((name, ctypes.c_int64) for name in ("parts", "ranks", "inputs", "outputs")),
+        ("ends", ctypes.c_int64 * MOST_PARTS),
+    )
+
+
 class _Step(ctypes.Structure):
     """struct step of integer.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("stream", "positions", "slots", "table_rows", "tables", "sample_at")),
-        *((name, ctypes.c_void_p) for name in ("caches", "logits", "normed", "taps", "tap_layers", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("caches", "logits", "normed", "taps", "tap_layers")),
+        *((name, ctypes.c_void_p) for name in ("adapted", "adapter_of", "scratch")),
         *(
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest", "tap_count"),
+                *("adapter_slots", "low_width"),
             )
         ),
     )
@@ -133,6 +149,18 @@ class StepSizes:
     """Whether windows are chunks."""
 
 
+Stacks = tuple[LoraStack | None, ...]
+"""The adapters of a layer's qkv, o, gate_up and down."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdapters:
+    """The LoRA adapters of a step's tokens. Those with gains (DoRA) are not computed."""
+
+    layers: tuple[Stacks, ...]
+    slots: npt.NDArray[np.int64]  # [T]: each token's slot; -1: none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
     """The T tokens of a step, as `Attention` reads them."""
@@ -148,6 +176,8 @@ class StepTokens:
     sample_at: torch.Tensor | None = None  # [R] int64: the tokens whose logits are wanted; None: all
     taps: torch.Tensor | None = None  # [T, len(tap_layers), hidden]: gets the stream as it enters these layers
     tap_layers: Sequence[int] = ()
+    adapters: TokenAdapters | None = None
+    """The adapters of the tokens; None if no token has one."""
 
 
 class WholeSteps:
@@ -215,6 +245,9 @@ class WholeSteps:
         self._outputs, self._hidden = head.shape[0], hidden
         self._caches: tuple[Sequence[weakref.ref[torch.Tensor]], Any] = (), None
         """The caches of the last step, which may be freed, and their addresses."""
+        self._adapted: tuple[tuple[Stacks, ...], Any, int] = (), None, 0
+        """The adapters of the last step that had some, their records, and the largest parts * ranks of them."""
+        self._shapes = shapes
         self._scratch: list[torch.Tensor] = []
         """Memory for activations that no call uses now."""
 
@@ -271,11 +304,19 @@ class WholeSteps:
         caches = self._places_of(tokens.caches)
         inputs = (stream, tokens.positions, tokens.slots)
         results = (None if each is None else each.data_ptr() for each in (logits, normed))
+        adapted, adapter_of, slots, low_width = None, np.empty(0, np.int64), 0, 0
+        if tokens.adapters is not None:
+            adapter_of = np.ascontiguousarray(tokens.adapters.slots, np.int64)
+            if len(adapter_of) != rows:
+                raise ValueError(f"{len(adapter_of)} slots of adapters do not fit a step of {rows} tokens")
+            records, low_width, slots = self._records_of(tokens.adapters)
+            adapted = ctypes.addressof(records)
         step = _Step(
             *(each.data_ptr() for each in inputs),
             *(table_rows.data_ptr(), tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results),
-            *(taps, tap_layers.ctypes.data, None),
+            *(taps, tap_layers.ctypes.data, adapted, adapter_of.ctypes.data, None),
             *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest, len(tap_layers)),
+            *(slots, low_width),
         )
         self._run(self._library.step, step)
 
@@ -303,6 +344,43 @@ class WholeSteps:
             places = (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
             self._caches = [weakref.ref(each) for each in tensors], places
         return places
+
+    def _records_of(self, adapters: TokenAdapters) -> tuple[Any, int, int]:
+        """The records of a step's adapters, the largest parts * ranks of them, and the number of slots.
+
+        Adapters are written to places that stay, so records are made once. Raises ValueError for adapters that the
+        library does not take.
+        """
+        known, records, width = self._adapted
+        stacks = [stack for layer in adapters.layers for stack in layer]
+        if known is not adapters.layers:
+            if len(adapters.layers) != self._decoder.count or any(len(each) != 4 for each in adapters.layers):
+                raise ValueError(f"there are adapters of {len(adapters.layers)} layers of {self._decoder.count}")
+            shapes = [*self._shapes.values()] * self._decoder.count
+            records = (_Adapted * len(stacks))(*map(self._stack, stacks, shapes))
+            width = max(each.parts * each.ranks for each in records)
+            self._adapted = adapters.layers, records, width
+        return records, width, max((len(each.rank) for each in stacks if each is not None), default=0)
+
+    def _stack(self, stack: LoraStack | None, shape: tuple[int, int]) -> _Adapted:
+        """The record of the adapters of a projection [N, K]. Raises ValueError for others."""
+        if stack is None:
+            return _Adapted()
+        slots, parts, ranks, inputs = stack.a.shape
+        table = stack.rank.stride(0)
+        if (stack.outputs, inputs) != shape or parts > MOST_PARTS or stack.b.shape != (slots, ranks, shape[0]):
+            raise ValueError(f"adapters of {parts} parts [{stack.outputs}, {inputs}] do not fit a weight {[*shape]}")
+        fit = stack.a.dtype == stack.b.dtype == self._dtype and stack.a[0, 0].is_contiguous()
+        fit = fit and stack.b[0].is_contiguous() and stack.a.stride(0) == stack.b.stride(0)
+        tables = (
+            stack.rank.dtype == torch.int32 and stack.scale.dtype == torch.float32 and stack.scale.stride(0) == table
+        )
+        if not (fit and tables and stack.rank.stride(1) == stack.scale.stride(1) == 1) or stack.gain is not None:
+            raise ValueError(f"adapters are {stack.a.dtype} with strides {stack.a.stride()}, or have gains")
+        pointers = (each.data_ptr() for each in (stack.a, stack.b, stack.rank, stack.scale))
+        strides = stack.a.stride(0), stack.a.stride(1), table
+        ends = (ctypes.c_int64 * MOST_PARTS)(*stack.ends)
+        return _Adapted(*pointers, *strides, parts, ranks, inputs, shape[0], ends)
 
     def _projection(self, weight: StepWeight, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Projection:
         """A weight [N, K]. Raises ValueError for another shape, and for parts that the library does not take."""

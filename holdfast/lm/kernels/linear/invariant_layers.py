@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.linear.experts.experts import Experts
+from holdfast.lm.kernels.linear.experts.launches import fixed_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.invariant_product import partial_products, product
+from holdfast.lm.kernels.linear.invariant_product import Multiplied, partial_products, product
 from holdfast.lm.kernels.linear.layers import Change, Gated, LayerShape, Normed, nothing
+from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 
 
 class InvariantLayerOps(FusedLayerOps):
-    """`FusedLayerOps` of plain weights on one device, whose products are those of `product`.
+    """`FusedLayerOps` on one device, whose products are those of `product`, and whose experts have one launch.
 
-    The other kernels have a program for each token, or compute each number by itself.
+    Weights are plain numbers, or in the form of `same_bits.fixed_form`. The other kernels have a program for each
+    token, or compute each number by itself.
     """
 
     def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
@@ -29,7 +35,10 @@ class InvariantLayerOps(FusedLayerOps):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return product(self.computed(x), _plain(weight), bias, processors=self._processors)
+        if isinstance(weight, StackedWeight):
+            read = self.computed(x)
+            return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
+        return product(self.computed(x), _multiplied(weight), bias, processors=self._processors)
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         return self.gate(self.linear(x, weight, bias))
@@ -48,7 +57,23 @@ class InvariantLayerOps(FusedLayerOps):
         first()
         if self.shape.layer_norm or out_norm is not None or change is not None or not len(norm):
             return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
-        return self._normed(stream, partial_products(x, _plain(weight), processors=self._processors), bias, norm)
+        if isinstance(weight, StackedWeight):
+            return self._normed(stream, self.linear(x, weight)[None], bias, norm)
+        return self._normed(stream, partial_products(x, _multiplied(weight), processors=self._processors), bias, norm)
+
+    def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
+        found = self._experts(self.computed(x), experts)
+        if self.shape.layer_norm or not len(norm):
+            stream += found.sum(0)
+            return self.norm(stream, norm)
+        return self._normed(stream, found, None, norm)
+
+    def _experts_output(self, x: Normed, experts: Experts) -> torch.Tensor:
+        return self._experts(self.computed(x), experts).sum(0)
+
+    def _experts(self, x: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """The outputs of each token's experts times their shares, [per_token, T, hidden]."""
+        return fixed_experts(x, experts, partial_products(x, experts.router, processors=self._processors))
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self.linear(x, weight, bias)
@@ -57,8 +82,8 @@ class InvariantLayerOps(FusedLayerOps):
         return self.linear(x, weight)
 
 
-def _plain(weight: Weight) -> torch.Tensor:
-    """A weight, if it is plain numbers. Raises TypeError for others."""
-    if not isinstance(weight, torch.Tensor):
+def _multiplied(weight: Weight) -> Multiplied:
+    """A weight, if `product` reads it. Raises TypeError for others."""
+    if not isinstance(weight, torch.Tensor | PackedWeight):
         raise TypeError(f"a {type(weight).__name__} has no product whose bits are the same in any step")
     return weight

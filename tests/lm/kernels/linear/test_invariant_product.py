@@ -7,6 +7,8 @@ import torch
 
 from holdfast.lm.kernels.linear import invariant_product as module
 from holdfast.lm.kernels.linear.invariant_product import SumOrder, cuts, order_of, partial_products, product
+from holdfast.lm.kernels.packed import Form
+from tests.lm.kernels.packed_weights import draw_packed
 
 FEW, MANY = 1, 1000
 """Processors of a device that a product fills without cuts, and of one that it does not."""
@@ -47,7 +49,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
 ) -> None:
     """Cut products are added up by their readers, and the norm's kernel adds them as this test does."""
     x, weight, bias = drawn(19, 33, inputs, device, dtype)
-    assert order_of(weight).parts > 1 and cuts(x, weight, MANY) and not cuts(x, weight, FEW)
+    assert order_of(weight.shape, dtype).parts > 1 and cuts(x, weight, MANY) and not cuts(x, weight, FEW)
     wanted = product(x, weight, bias, processors=FEW)
     sums = partial_products(x, weight, processors=FEW)[0]
     for begin, end in ((0, 19), (3, 4), (0, 8), (5, 18), (18, 19)):
@@ -57,6 +59,42 @@ def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
             for part in partial_products(x[begin:end], weight, processors=processors):
                 added += part
             assert torch.equal(added, sums[begin:end])
+
+
+def check_packed(form: Form, outputs: int, inputs: int, rows: int, device: str, dtype: torch.dtype) -> None:
+    """A product is near float64's, and a row has the same bits alone and among others, cut or not."""
+    weight, plain = draw_packed(form, outputs, inputs, device=device, rows=2 if form is Form.FP8 else 1)
+    x, _, bias = drawn(rows, outputs, inputs, device, dtype)
+    wanted = product(x, weight, bias, processors=FEW)
+    exact = x.double() @ plain.t() + bias.double()
+    assert (wanted.double() - exact).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * exact.norm()
+    sums = partial_products(x, weight, processors=FEW)[0]
+    assert cuts(x[:1], weight, MANY)
+    for begin, end in ((0, rows), (3, 4), (0, 8), (rows - 1, rows)):
+        for processors in (FEW, MANY):
+            assert torch.equal(product(x[begin:end], weight, bias, processors=processors), wanted[begin:end])
+            added = torch.zeros_like(sums[begin:end])
+            for part in partial_products(x[begin:end], weight, processors=processors):
+                added += part
+            assert torch.equal(added, sums[begin:end])
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_packed_weights_row_has_the_same_bits_alone_and_among_others(
+    form: Form, dtype: torch.dtype, device: str
+) -> None:
+    check_packed(form, 34, 768, 11, device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_products_of_packed_weights_have_the_same_bits_for_any_number_of_rows(
+    form: Form, dtype: torch.dtype
+) -> None:
+    check_packed(form, 4096, 4096, 300, "cuda", dtype)
+    check_packed(form, 1026, 1280, 70, "cuda", dtype)
 
 
 def test_no_rows_give_no_rows(device: str) -> None:
@@ -69,7 +107,7 @@ def test_the_order_of_a_sum_depends_on_the_weight_and_its_type_alone(monkeypatch
     monkeypatch.undo()
 
     def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> SumOrder:
-        return order_of(torch.empty(outputs, inputs, dtype=dtype, device="meta"))
+        return order_of(torch.Size((outputs, inputs)), dtype)
 
     for outputs, inputs in ((4096, 4096), (4096, 14336), (128256, 4096), (6144, 4096), (576, 576), (64, 10)):
         for dtype in (torch.bfloat16, torch.float32):

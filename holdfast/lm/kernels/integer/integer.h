@@ -128,6 +128,7 @@ struct step {
     int64_t rows, samples, blocks, block_size, table_count, table_width;
     int64_t longest;           /* one more than the largest position */
     int64_t tap_count;
+    int64_t wide;              /* whether logits are float32 whatever the weights are */
     int64_t adapter_slots, low_width;  /* slots of `adapted`; the largest parts * ranks of `adapted` */
 };
 

@@ -431,9 +431,10 @@ static void head(struct member *m, const float *x, int64_t stride)
     const struct rounded rounded = rounded_for(m, &d->head, x, stride, s->samples);
     for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
         const int64_t first = piece * columns, width = outputs - first < columns ? outputs - first : columns;
-        float *out = d->half ? m->own : (float *)s->logits + first;
-        multiply(t, &d->head, first, width, x, stride, &rounded, out, d->half ? width : outputs);
-        for (int64_t row = 0; d->half && row < s->samples; row++)
+        const bool narrows = d->half && !s->wide;
+        float *out = narrows ? m->own : (float *)s->logits + first;
+        multiply(t, &d->head, first, width, x, stride, &rounded, out, narrows ? width : outputs);
+        for (int64_t row = 0; narrows && row < s->samples; row++)
             t->kernels->step.narrow(out + row * width, width, (uint16_t *)s->logits + row * outputs + first);
     }
 }

@@ -100,7 +100,7 @@ class _Step(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest", "tap_count"),
-                *("adapter_slots", "low_width"),
+                *("wide", "adapter_slots", "low_width"),
             )
         ),
     )
@@ -180,7 +180,98 @@ class StepTokens:
     """The adapters of the tokens; None if no token has one."""
 
 
-class WholeSteps:
+class _Records:
+    """The records of a decoder's tensors, which the library reads where they are, and memory for its activations."""
+
+    _decoder: _Decoder
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        """`dtype` is that of plain weights."""
+        self._library, self._dtype, self._kept = library, dtype, list[Any]()
+        self._scratch: list[torch.Tensor] = []
+        """Memory for activations that no call uses now."""
+
+    def _run(self, compute: Compute, step: _Step) -> None:
+        size = self._library.step_bytes(self._decoder, step)
+        scratch = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
+        if len(scratch) < size:
+            scratch = torch.empty(size, dtype=torch.uint8)
+        status = compute(self._decoder, step, scratch)
+        self._scratch.append(scratch)
+        if status:
+            what = (
+                "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
+            )
+            raise ValueError(f"a step of {step.rows} tokens cannot be computed: {what}")
+
+    def _projection(self, weight: StepWeight, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Projection:
+        """A weight [N, K]. Raises ValueError for another shape, and for parts that the library does not take."""
+        if weight.shape != shape:
+            raise ValueError(f"a weight {[*weight.shape]} does not have the shape {[*shape]}")
+        given = weight.with_biases(bias) if isinstance(weight, StackedWeight) else [(weight, bias)]
+        parts = (_Matrix * len(given))(*(self._matrix(part, own) for part, own in given))
+        packed = any(part.bits for part in parts)
+        edges = [part.outputs for part in parts[:-1]]
+        if any(edge % TILE for edge in edges):
+            raise ValueError(f"parts of a weight have {edges} outputs, and not all are multiples of {TILE}")
+        self._kept.append(parts)
+        return _Projection(ctypes.addressof(parts), len(parts), shape[0], packed)
+
+    def _matrix(self, weight: Rows | torch.Tensor, bias: torch.Tensor | None) -> _Matrix:
+        """A part of a weight, [n, K]. Plain numbers lie by inputs or by outputs."""
+        outputs, inputs = weight.shape
+        self._kept.append(weight)
+        bias_at = self._small(bias, outputs)
+        if isinstance(weight, IntegerWeight):
+            at = weight.data.data_ptr(), bias_at, weight.factors.data_ptr()
+            return _Matrix(*at, outputs, inputs, False, weight.bits)
+        if not isinstance(weight, torch.Tensor) or weight.dtype != self._dtype:
+            raise ValueError(f"a weight {[outputs, inputs]} is not of {self._dtype} or of integers")
+        by_rows = weight.is_contiguous()
+        if not by_rows and not weight.t().is_contiguous():
+            raise ValueError(f"a weight {[outputs, inputs]} has strides {weight.stride()}")
+        return _Matrix(weight.data_ptr(), bias_at, None, outputs, inputs, by_rows, 0)
+
+    def _small(self, tensor: torch.Tensor | None, width: int) -> int | None:
+        """The address of a copy in float32 of a small tensor, which stays as long as this object."""
+        if tensor is None:
+            return None
+        if tensor.shape != (width,):
+            raise ValueError(f"a tensor {[*tensor.shape]} does not have {width} numbers")
+        copy = tensor.detach().to(torch.float32, copy=True).contiguous()
+        self._kept.append(copy)
+        return copy.data_ptr()
+
+    @staticmethod
+    def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(f"{what} are {tensor.dtype} {[*tensor.shape]}; a step takes contiguous {dtype} {[*shape]}")
+
+
+class LibraryProduct(_Records):
+    """Products with a weight [N, K] in float32. Each sum has one order, for any number of rows and of other outputs."""
+
+    def __init__(self, library: Library, weight: StepWeight, dtype: torch.dtype) -> None:
+        """`dtype` is that of a plain weight. Raises ValueError for a weight that the library does not take."""
+        super().__init__(library, dtype)
+        outputs, inputs = weight.shape
+        one = dict(inner=1, heads=1, kv_heads=1, dim=HEAD_UNIT)  # there are no layers
+        projection = self._projection(weight, None, (outputs, inputs))
+        self._decoder = _Decoder(head=projection, hidden=inputs, half=dtype == torch.bfloat16, **one)
+        self._shape = weight.shape
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] float32 times the weight transposed: [T, N] float32. Raises ValueError for another x."""
+        rows, (outputs, inputs) = len(x), self._shape
+        self._check("activations", x, torch.float32, (rows, inputs))
+        out = x.new_empty(rows, outputs)
+        if rows:
+            step = _Step(logits=out.data_ptr(), normed=x.data_ptr(), rows=rows, samples=rows, wide=True)
+            self._run(self._library.head, step)
+        return out
+
+
+class WholeSteps(_Records):
     """A decoder whose steps are one call each. Weights are read where they are; none may change or move afterwards.
 
     Everything between weights and caches is in float32.
@@ -204,7 +295,7 @@ class WholeSteps:
 
         Raises ValueError for tensors that the library does not take.
         """
-        self._library, self._dtype, self._kept = library, dtype, list[Any]()
+        super().__init__(library, dtype)
         self._dim, self._kv_heads = sizes.dim, sizes.kv_heads
         hidden, inner = head.shape[1], layers[0].down.shape[1]
         queries = sizes.heads * sizes.dim
@@ -248,8 +339,6 @@ class WholeSteps:
         self._adapted: tuple[tuple[Stacks, ...], Any, int] = (), None, 0
         """The adapters of the last step that had some, their records, and the largest parts * ranks of them."""
         self._shapes = shapes
-        self._scratch: list[torch.Tensor] = []
-        """Memory for activations that no call uses now."""
 
     def logits(self, stream: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
         """Logits [R, V] after the embeddings [T, hidden] of a step's tokens. Writes their keys and values.
@@ -316,22 +405,9 @@ class WholeSteps:
             *(table_rows.data_ptr(), tokens.tables.data_ptr(), at, ctypes.addressof(caches), *results),
             *(taps, tap_layers.ctypes.data, adapted, adapter_of.ctypes.data, None),
             *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest, len(tap_layers)),
-            *(slots, low_width),
+            *(False, slots, low_width),
         )
         self._run(self._library.step, step)
-
-    def _run(self, compute: Compute, step: _Step) -> None:
-        size = self._library.step_bytes(self._decoder, step)
-        scratch = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
-        if len(scratch) < size:
-            scratch = torch.empty(size, dtype=torch.uint8)
-        status = compute(self._decoder, step, scratch)
-        self._scratch.append(scratch)
-        if status:
-            what = (
-                "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
-            )
-            raise ValueError(f"a step of {step.rows} tokens cannot be computed: {what}")
 
     def _places_of(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """The addresses of the keys and values of each layer, which are checked when they are new."""
@@ -381,49 +457,6 @@ class WholeSteps:
         strides = stack.a.stride(0), stack.a.stride(1), table
         ends = (ctypes.c_int64 * MOST_PARTS)(*stack.ends)
         return _Adapted(*pointers, *strides, parts, ranks, inputs, shape[0], ends)
-
-    def _projection(self, weight: StepWeight, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Projection:
-        """A weight [N, K]. Raises ValueError for another shape, and for parts that the library does not take."""
-        if weight.shape != shape:
-            raise ValueError(f"a weight {[*weight.shape]} does not have the shape {[*shape]}")
-        given = weight.with_biases(bias) if isinstance(weight, StackedWeight) else [(weight, bias)]
-        parts = (_Matrix * len(given))(*(self._matrix(part, own) for part, own in given))
-        packed = any(part.bits for part in parts)
-        edges = [part.outputs for part in parts[:-1]]
-        if any(edge % TILE for edge in edges):
-            raise ValueError(f"parts of a weight have {edges} outputs, and not all are multiples of {TILE}")
-        self._kept.append(parts)
-        return _Projection(ctypes.addressof(parts), len(parts), shape[0], packed)
-
-    def _matrix(self, weight: Rows | torch.Tensor, bias: torch.Tensor | None) -> _Matrix:
-        """A part of a weight, [n, K]. Plain numbers lie by inputs or by outputs."""
-        outputs, inputs = weight.shape
-        self._kept.append(weight)
-        bias_at = self._small(bias, outputs)
-        if isinstance(weight, IntegerWeight):
-            at = weight.data.data_ptr(), bias_at, weight.factors.data_ptr()
-            return _Matrix(*at, outputs, inputs, False, weight.bits)
-        if not isinstance(weight, torch.Tensor) or weight.dtype != self._dtype:
-            raise ValueError(f"a weight {[outputs, inputs]} is not of {self._dtype} or of integers")
-        by_rows = weight.is_contiguous()
-        if not by_rows and not weight.t().is_contiguous():
-            raise ValueError(f"a weight {[outputs, inputs]} has strides {weight.stride()}")
-        return _Matrix(weight.data_ptr(), bias_at, None, outputs, inputs, by_rows, 0)
-
-    def _small(self, tensor: torch.Tensor | None, width: int) -> int | None:
-        """The address of a copy in float32 of a small tensor, which stays as long as this object."""
-        if tensor is None:
-            return None
-        if tensor.shape != (width,):
-            raise ValueError(f"a tensor {[*tensor.shape]} does not have {width} numbers")
-        copy = tensor.detach().to(torch.float32, copy=True).contiguous()
-        self._kept.append(copy)
-        return copy.data_ptr()
-
-    @staticmethod
-    def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
-            raise ValueError(f"{what} are {tensor.dtype} {[*tensor.shape]}; a step takes contiguous {dtype} {[*shape]}")
 
 
 def _sampled(stream: torch.Tensor, tokens: StepTokens) -> int:

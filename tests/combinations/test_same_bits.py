@@ -22,8 +22,7 @@ KINDS = {
     "plain": TOGETHER,
     "4-bit": frozenset({"4-bit", "host", "drafts", "adapters"}),
     "FP8": frozenset({"fp8-weights", "host", "drafts"}),
-    "hybrid": frozenset({"hybrid", "host", "moves", "drafts", "grammars", "adapters"}),
-    "hybrid in 4 bits": frozenset({"hybrid", "4-bit", "disk"}),
+    "hybrid in 4 bits": frozenset({"hybrid", "4-bit", "drafts", "grammars", "adapters"}),
 }
 """Features of a crowd's engine, by the kind of its model."""
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True)
@@ -121,13 +120,18 @@ def test_what_moves_cuts_and_adapts_the_work_of_an_engine_leaves_all_bits_as_the
     check_equal(work.bench, alone.of(features))
 
 
-@pytest.mark.parametrize("budget", [16, 48, 200])
+@pytest.mark.parametrize(("budget", "kind"), [(16, "plain"), (48, "plain"), (200, "plain"), (48, "hybrid")])
 def test_the_chunks_of_a_prompt_and_its_batch_leave_all_bits_as_they_are(
-    deterministic: Deterministic, alone: Alone, budget: int
+    deterministic: Deterministic, alone: Alone, budget: int, kind: str
 ) -> None:
-    """Some prompts begin alike, so that a chunk begins where the cached state ends. Prompts have log probabilities."""
-    bench = deterministic.start(SMALL | deterministic.kind(frozenset()) | {"token_budget": budget, "max_sequences": 8})
-    lengths, shared = (3, 150, 17, 90, 64, 130, 33, 100, 5, 128), tokens(7, 50)
+    """Some prompts begin alike, so that a chunk begins where the cached state ends. Prompts have log probabilities.
+
+    A hybrid is computed token by token, and gets fewer prompts.
+    """
+    features = frozenset({kind} - {"plain"})
+    sizes = {"token_budget": budget, "max_sequences": 8} | ({"host_cache_gb": 0.001} if features else {})
+    bench = deterministic.start(SMALL | deterministic.kind(features) | sizes)
+    lengths, shared = (3, 150, 17, 90, 64, 130, 33, 100, 5, 128)[: 4 if features else 10], tokens(7, 50)
     crowd = {
         f"{budget}-{number}": Asked(
             shared * (number % 2) + tokens(number, length), replace(TOLD if number % 3 == 0 else DRAWN, logprobs=1)
@@ -136,17 +140,25 @@ def test_the_chunks_of_a_prompt_and_its_batch_leave_all_bits_as_they_are(
     }
     try:
         bench.run(crowd)
+        again = {
+            f"{name}-again": replace(each, prompt=each.prompt + bench.tokens[name]) for name, each in crowd.items()
+        }
+        bench.run(again)
     finally:
         bench.close()
     assert sum(bench.cached.values()) > 0
-    check_equal(bench, alone.of(frozenset()))
+    check_equal(bench, alone.of(features))
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tp": 2}, "deterministic is on, and tp is 2: devices add up parts of each sum"),
-        ({"pp": 2}, "deterministic is on, and pp is 2"),
+        ({"tp": 3}, "deterministic is on, and tp is 3: ranks add their sums in a binary tree; give a power of two"),
+        ({"tp": 2, "deterministic_ranks": 6}, "deterministic_ranks is 6, and tp is 2; it must be a power of two"),
+        ({"tp": 4, "deterministic_ranks": 2}, "deterministic_ranks is 2, and tp is 4; it must be a power of two"),
+        ({"tp": 2, "tuning": True}, "deterministic is on for 2 ranks, and adapters are served: their products"),
+        ({"deterministic_ranks": 2, "max_adapters": 2}, "deterministic is on for 2 ranks, and adapters are served"),
+        ({"deterministic": False, "deterministic_ranks": 2}, "deterministic_ranks is 2, which is for deterministic"),
         ({"executor": "padded"}, "deterministic is True, which is for the paged executor"),
         ({"kv_cache_dtype": "fp8"}, "deterministic is on, and kv_cache_dtype is fp8"),
         ({"attention_backend": "torch"}, "deterministic is on, and attention_backend is torch"),
@@ -157,5 +169,5 @@ def test_the_chunks_of_a_prompt_and_its_batch_leave_all_bits_as_they_are(
 )
 def test_an_option_that_would_change_bits_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError) as refused:
-        EngineConfig(deterministic=True, **options)
+        EngineConfig(**{"deterministic": True, **options})
     assert str(refused.value).startswith(reason)

@@ -57,20 +57,22 @@ class Decoder:
         shard: Shard | None = None,
         group: Group | None = None,
         invariant: bool = False,
+        ranks: int = 1,
     ) -> None:
         """Fill the weights from `source`. With `fp8`, quantize those of QUANTIZED_FIELDS as each one is loaded.
 
         `shard` is the part that this device holds; by default it holds the whole model. `group` is the devices that
         share its layers, if there are several; they load at the same time. `invariant`: the bits of a token's results
-        depend on the tokens before it alone, not on a step's others (`check_same_bits`).
+        depend on the tokens before it alone, not on a step's others (`check_same_bits`), nor on the
+        number of devices that share layers, up to `ranks`.
         """
         names = decoder.names
         shard = shard or Shard(layers=range(decoder.num_layers))
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
-        self._device, self._dtype, self._invariant = device, dtype, invariant
-        form = partial(fixed_form, device=device, dtype=dtype) if invariant else as_read
+        self._device, self._dtype, self._invariant, self._ranks = device, dtype, invariant, ranks
+        form = partial(fixed_form, device=device, dtype=dtype, ranks=ranks) if invariant else as_read
         reader = WeightReader(decoder, shard, source, device=device, dtype=dtype, group=group, form=form)
         self._no_norm = reader.no_norm
         own = shard.own(decoder)
@@ -106,7 +108,7 @@ class Decoder:
         self._max_model_len = max_model_len
         self._ops, self._local_ops = self._layer_ops(own)
         self._mixers = self._make_mixers(own, windows)
-        whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder
+        whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder and ranks == 1
         kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
         last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
         self.whole_steps = (
@@ -139,7 +141,7 @@ class Decoder:
             recurrent_layers=sum(own.recurrent),
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
-            arithmetic=arithmetic_of(device, one_by_one=self._one_by_one) if invariant else "",
+            arithmetic=arithmetic_of(device, ranks=ranks, one_by_one=self._one_by_one) if invariant else "",
             reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
             shapes=tuple(
                 KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
@@ -240,7 +242,7 @@ class Decoder:
             # separates steps.
             sums_in_parts=self.shard.first or not own.mlps,
         )
-        return layer_ops_for(shape, self.group, invariant=self._invariant)
+        return layer_ops_for(shape, self.group, invariant=self._invariant, ranks=self._ranks)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.whole_steps is not None and self.whole_steps.takes(step):

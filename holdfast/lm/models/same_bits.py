@@ -21,23 +21,53 @@ from holdfast.lm.kernels.packed import Form, PackedWeight, packed_nibbles
 from holdfast.lm.kernels.stacked import Rows, StackedWeight
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.whole_steps import is_plain
 
+PLAIN = "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and Phi 3"
+SLICE = 16
+"""A slice of a sum is a multiple of this many inputs, which tensor cores take at once."""
 HALVES = 2 * TILE
 """The two halves of a packed gate_up are whole tiles if its outputs are a multiple of this."""
 
 
-def check_same_bits(spec: DecoderSpec, *, device: torch.device) -> None:
-    """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes."""
+def check_same_bits(spec: DecoderSpec, *, device: torch.device, ranks: int = 1) -> None:
+    """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes.
+
+    With `ranks` above 1, its bits must be the same for any number of devices that divides them.
+    """
     if reason := _reason(spec, device):
         raise UnsupportedCheckpoint(f"deterministic is on, and {reason}; leave it out")
+    if ranks > 1 and (reason := _reason_of_ranks(spec, device, ranks)):
+        raise UnsupportedCheckpoint(f"deterministic_ranks is {ranks}, and {reason}")
 
 
-def fixed_form(weight: Weight, *, device: torch.device, dtype: torch.dtype) -> Weight:
+def _reason_of_ranks(spec: DecoderSpec, device: torch.device, ranks: int) -> str:
+    """Why a decoder's bits depend on the number of ranks, up to `ranks`; empty if they do not."""
+    name = spec.architecture
+    if not is_plain(spec):
+        return f"{name} is not among the models whose sums are cut for ranks: {PLAIN}"
+    if device.type == "cpu" and step_library(device) is None:
+        return "it takes the library in C on a CPU with AVX2 or AVX-512, which is not here (docs/installing.md)"
+    for what, number, unit in (
+        ("query heads", spec.num_heads, 1),
+        ("key heads", spec.num_kv_heads, 1),
+        ("inputs of attention's last projection", spec.num_heads * spec.head_dim, SLICE),
+        ("inputs of the MLP's last projection", spec.intermediate_size, SLICE),
+    ):
+        if number % (ranks * unit):
+            multiple = "" if unit == 1 else f" of a multiple of {unit}"
+            return f"{name} has {number} {what}, which have no {ranks} equal parts{multiple}; give a smaller number"
+    return ""
+
+
+def fixed_form(weight: Weight, *, device: torch.device, dtype: torch.dtype, ranks: int = 1) -> Weight:
     """A quantized weight in the form whose products have one order of sums.
 
     On a GPU all formats are read as a `PackedWeight`. On a CPU the library in C reads integers. Other formats become
-    plain numbers there, which take the memory of an unquantized model.
+    plain numbers there, which take the memory of an unquantized model, and so do all with `ranks` above 1.
     """
+    if device.type == "cpu" and ranks > 1:
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantized(dtype).t().contiguous().t()
     if isinstance(weight, StackedWeight):
         parts = [fixed_form(cast(Weight, part), device=device, dtype=dtype) for part in weight.parts]
         if device.type == "cuda" or all(isinstance(part, IntegerWeight) for part in parts):
@@ -70,11 +100,16 @@ def _packed(weight: Weight) -> Weight:
     return PackedWeight(Form.INT4, data, scale, group, low=low)
 
 
-def arithmetic_of(device: torch.device, *, one_by_one: bool) -> str:
-    """Names of the instructions and kernels by which a device computes. Where they are equal, so are the bits.
+def arithmetic_of(device: torch.device, *, ranks: int, one_by_one: bool) -> str:
+    """Names of the instructions and kernels by which devices compute. Where they are equal, so are the bits.
 
-    `one_by_one`: a CPU computes one token after the other, by PyTorch.
+    `one_by_one`: a CPU computes one token after the other, by PyTorch. `ranks` are those of `check_same_bits`.
     """
+    return _name_of(device, one_by_one=one_by_one) + f", for {ranks} ranks" * (ranks > 1)
+
+
+def _name_of(device: torch.device, *, one_by_one: bool) -> str:
+    """`arithmetic_of` one device."""
     if one_by_one:
         return f"token by token, PyTorch {torch.__version__}, threads {torch.get_num_threads()}"
     if device.type == "cpu":
@@ -89,8 +124,6 @@ def _reason(spec: DecoderSpec, device: torch.device) -> str:
     name = spec.architecture
     if device.type == "cpu":
         return ""
-    if spec.recurrence is not None:
-        return f"{name} has recurrent layers, whose sums on a GPU depend on where a prompt is cut into chunks"
     if spec.latent is not None:
         return f"{name} has latent attention, which splits a context by the size of the batch on a GPU"
     if spec.layer_specs:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
@@ -43,6 +44,7 @@ from tests.adapters import drawn
 from tests.checkpoints import make
 from tests.compiled import integer_library
 from tests.gguf_files import write_gguf
+from tests.ranks import Rank, in_ranks
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 40
@@ -55,15 +57,28 @@ def segments(*spans: tuple[int, int, int]) -> Segments:
     return Segments(np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int32), stops, rows)
 
 
-def step_of(model: Decoder, *spans: tuple[int, int, int], backend: Any = "auto", **changes: Any) -> StepInput:
-    """A step with tokens of these rows and positions, on a cache of drawn numbers."""
+def step_of(
+    model: Decoder,
+    *spans: tuple[int, int, int],
+    backend: Any = "auto",
+    local: int = 0,
+    devices: int = 1,
+    **changes: Any,
+) -> StepInput:
+    """A step with tokens of these rows and positions, on a cache of drawn numbers.
+
+    The cache has the heads of device `local` of so many `devices` that share the layers.
+    """
     spec, batch = model.spec, segments(*spans)
     draw = torch.Generator().manual_seed(7)
     rows = torch.from_numpy(np.repeat(batch.row, batch.query_length)).long()
     positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
     sizes: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=BLOCK)
     cache = KVCache.allocate(layers=spec.num_layers, num_blocks=BLOCKS, dtype=spec.dtype, device=CPU, **sizes)
-    cache.data.copy_(torch.randn(cache.data.shape, generator=draw))
+    for each in (numbers for layer in range(spec.num_layers) for numbers in cache.layer(layer)):
+        *blocks, heads, dim = each.shape
+        whole = torch.randn(*blocks, heads * devices, dim, generator=draw)
+        each.copy_(whole[:, :, local * heads : (local + 1) * heads])
     attention = attention_for(CPU, num_heads=spec.num_heads, backend=backend, **sizes)
     usual: dict[str, Any] = dict(
         ids=torch.randint(0, spec.vocab_size, (len(rows),), generator=draw),
@@ -379,9 +394,49 @@ def test_an_adapters_token_has_the_same_bits_in_any_step_and_a_token_without_one
             assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
         plain = loaded(tmp_path, family, **config)
         oracle = plain.forward(replace(adapted, attention=step_of(plain, *SPANS, backend="torch").attention))
-    assert (oracle.float() - wanted.float()).norm() < (
-        2e-5 if not config.get("dtype") else 0.03
-    ) * wanted.float().norm()
+    near = 0.03 if "dtype" in config else 2e-5
+    assert (oracle.float() - wanted.float()).norm() < near * wanted.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("Llama", {"attention_bias": True}), ("Qwen3", {"dtype": "bfloat16"}), ("Gemma2", {"sliding_window": 6})],
+    ids=["Llama", "Qwen3", "Gemma2"],
+)
+def test_any_number_of_ranks_gives_a_token_the_same_bits(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """Sums are cut for four ranks. Each of them has its own columns of the logits."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 128}
+    kind = {"dtype": config.pop("dtype", "float32")}
+    make(tmp_path, family, **sizes, **config)
+    spans = ((0, 0, 9), (1, 0, 20), (2, 0, 2))
+
+    def logits(tp: int, *, alone: bool = False) -> torch.Tensor:
+        """The logits of all tokens, or of those of the second span in a step of their own."""
+
+        def of_rank(rank: Rank) -> torch.Tensor:
+            options: dict[str, Any] = dict(layout=Layout(tp=tp), rank=rank.rank, group=rank.group())
+            model = load(tmp_path, device="cpu", invariant=True, ranks=4, **kind, **options)
+            assert isinstance(model, Decoder) and model.spec.arithmetic.endswith(", for 4 ranks")
+            step = step_of(model, *spans, local=rank.rank, devices=tp)
+            if alone:
+                step = part_of(step, torch.arange(9, 29), segments(spans[1]))
+            with torch.inference_mode():
+                return model.forward(step)
+
+        return torch.cat(in_ranks(Layout(tp=tp), of_rank), 1)
+
+    wanted = logits(1)
+    for tp in (2, 4):
+        assert torch.equal(logits(tp), wanted), tp
+    assert torch.equal(logits(2, alone=True), wanted[9:29])
+    with torch.inference_mode():
+        plain = load(tmp_path, device="cpu", **kind)
+        assert isinstance(plain, Decoder)
+        together = plain.forward(step_of(plain, *spans, backend="torch")).float()
+    near = 1e-5 if kind["dtype"] == "float32" else 0.02
+    assert (together - wanted.float()).norm() < near * together.norm()
 
 
 def test_adapters_that_do_not_fit_the_library_are_refused(with_library: None, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class FixedLayerOps(LayerOps):
         """By a weight's address and the number of its slices, the weight and the product of each slice."""
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        (found,) = self._partials(x, weight, 1)
+        found = self._partials(x, weight, 1)[0]
         return (found if bias is None else found + bias).to(self.shape.dtype)
 
     def add_linear_norm(

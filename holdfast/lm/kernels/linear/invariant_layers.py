@@ -12,8 +12,15 @@ from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.experts.launches import fixed_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.invariant_product import Multiplied, partial_products, product
+from holdfast.lm.kernels.linear.invariant_product import (
+    Multiplied,
+    order_on_ranks,
+    partial_products,
+    product,
+    slice_products,
+)
 from holdfast.lm.kernels.linear.layers import Change, Gated, LayerShape, Normed, nothing
+from holdfast.lm.kernels.linear.rank_sums import sum_over_devices
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
 
@@ -25,11 +32,15 @@ class InvariantLayerOps(FusedLayerOps):
     token, or compute each number by itself.
     """
 
-    def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
-        """Raises ValueError for a group: its devices would add up parts of each sum."""
-        if group is not None:
-            raise ValueError("deterministic is on, and several devices share the layers; drop one")
-        super().__init__(shape)
+    def __init__(self, shape: LayerShape, group: Group | None = None, ranks: int = 1) -> None:
+        """Sums are cut for so many `ranks`, a power of two. They have the same bits for any group of as many devices
+        or fewer, if these divide them."""
+        super().__init__(shape, group)
+        size = 1 if group is None else group.size
+        if ranks % size:
+            raise ValueError(f"{size} devices share the layers, and sums are cut for {ranks} ranks; give a multiple")
+        self._slices = ranks // size if ranks > 1 else 0
+        """Number of this device's slices of the inputs of a projection that adds to the stream; 0: there are none."""
         device = shape.inverse_frequencies.device
         on_gpu = device.type == "cuda"  # else the interpreter, in tests
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
@@ -38,7 +49,9 @@ class InvariantLayerOps(FusedLayerOps):
         if isinstance(weight, StackedWeight):
             read = self.computed(x)
             return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
-        return product(self.computed(x), _multiplied(weight), bias, processors=self._processors)
+        read, own = self.computed(x), _multiplied(weight)
+        order = order_on_ranks(own.shape, read.dtype) if self._slices else None
+        return product(read, own, bias, processors=self._processors, order=order)
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         return self.gate(self.linear(x, weight, bias))
@@ -55,11 +68,34 @@ class InvariantLayerOps(FusedLayerOps):
         change: Change | None = None,
     ) -> Normed:
         first()
+        if self._slices:
+            return self._add_slices(stream, x, weight, bias, norm, out_norm, change)
         if self.shape.layer_norm or out_norm is not None or change is not None or not len(norm):
             return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         if isinstance(weight, StackedWeight):
             return self._normed(stream, self.linear(x, weight)[None], bias, norm)
         return self._normed(stream, partial_products(x, _multiplied(weight), processors=self._processors), bias, norm)
+
+    def _add_slices(
+        self,
+        stream: torch.Tensor,
+        x: Gated,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        out_norm: torch.Tensor | None,
+        change: Change | None,
+    ) -> Normed:
+        """`add_linear_norm` with sums that are cut for several ranks. Raises TypeError for adapters, which are not."""
+        if change is not None or self.shape.layer_norm:
+            raise TypeError("adapters and layer norms have no sums whose bits are the same on any number of ranks")
+        added = sum_over_devices(slice_products(x, _multiplied(weight), self._slices), self.group)
+        if out_norm is None and len(norm):
+            return self._normed(stream, added[None], bias, norm)
+        if bias is not None:
+            added += bias
+        stream += added.to(stream.dtype) if out_norm is None else self.norm(added.to(stream.dtype), out_norm)
+        return self.norm(stream, norm)
 
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
         found = self._experts(self.computed(x), experts)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
@@ -20,6 +21,8 @@ PROGRAMS = 264
 of sums, so it is the same on all devices."""
 MOST_PARTS, LEAST_STEPS = 8, 4
 """Largest number of parts of a sum, and fewest steps of a part."""
+LEAST_STEP = 16
+"""Fewest inputs of a tensor core's tile."""
 ADDED_AT_A_TIME = 1024
 
 Multiplied = torch.Tensor | PackedWeight
@@ -45,6 +48,24 @@ def order_of(shape: torch.Size, dtype: torch.dtype) -> SumOrder:
     parts = max(1, min(MOST_PARTS, PROGRAMS // tiles, steps // LEAST_STEPS))
     size = triton.cdiv(steps, parts) * step
     return SumOrder(step, size, triton.cdiv(inputs, size))
+
+
+def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> SumOrder:
+    """The order for a device's part [N, K] of a weight, which is the same for any number of devices.
+
+    `slices`: the part has so many of the slices into which the inputs of the whole weight are cut. 0: it has all
+    inputs, and some of the outputs, whose number then decides nothing.
+
+    Raises ValueError for slices that tensor cores cannot take.
+    """
+    inputs = shape[1]
+    if not slices:
+        return order_of(torch.Size((1, inputs)), dtype)
+    size = inputs // slices
+    step = gcd(size, 64 if dtype.itemsize == 2 else 32)
+    if size * slices != inputs or step < LEAST_STEP:
+        raise ValueError(f"{inputs} inputs have no {slices} equal slices of a multiple of {LEAST_STEP} numbers")
+    return SumOrder(step, size, slices)
 
 
 @triton.jit(do_not_specialize=["rows", "steps", "parts"])
@@ -121,18 +142,27 @@ def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.const
     tl.store(out + at, total.to(out.dtype.element_ty), mask=held)
 
 
-def product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, processors: int) -> torch.Tensor:
+def product(
+    x: torch.Tensor,
+    weight: Multiplied,
+    bias: torch.Tensor | None,
+    *,
+    processors: int,
+    order: SumOrder | None = None,
+) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in the dtype of x.
 
     A row's bits do not depend on the others, nor on `processors`, the number of them that the launch is to fill.
+    `order` is by default that of `order_of`.
     """
+    order = order or order_of(weight.shape, x.dtype)
     out = x.new_empty(len(x), weight.shape[0])
     if not out.numel():
         return out
-    if not cuts(x, weight, processors):
-        _launch(x, weight, bias, out, apart=False)
+    if not cuts(x, weight, processors, order):
+        _launch(x, weight, bias, out, order, apart=False)
         return out
-    partials = partial_products(x, weight, processors=processors)
+    partials = partial_products(x, weight, processors=processors, order=order)
     blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
     add_parts_kernel[(blocks,)](
         partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4
@@ -140,34 +170,57 @@ def product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, p
     return out
 
 
-def partial_products(x: torch.Tensor, weight: Multiplied, *, processors: int) -> torch.Tensor:
+def partial_products(
+    x: torch.Tensor, weight: Multiplied, *, processors: int, order: SumOrder | None = None
+) -> torch.Tensor:
     """Partial sums [P, T, N] float32 of x [T, K] times weight [N, K] transposed, to be added up from zero in order.
 
-    P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way.
+    P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way. `order` is by
+    default that of `order_of`.
     """
-    apart = cuts(x, weight, processors)
-    parts = order_of(weight.shape, x.dtype).parts if apart else 1
-    out = x.new_empty(parts, len(x), weight.shape[0], dtype=torch.float32)
+    order = order or order_of(weight.shape, x.dtype)
+    apart = cuts(x, weight, processors, order)
+    out = x.new_empty(order.parts if apart else 1, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, apart=apart)
+        _launch(x, weight, None, out, order, apart=apart)
     return out
 
 
-def cuts(x: torch.Tensor, weight: Multiplied, processors: int) -> bool:
+def slice_products(x: torch.Tensor, weight: Multiplied, slices: int) -> torch.Tensor:
+    """Products [slices, T, N] float32 of x [T, K] with equal slices of the inputs of weight [N, K].
+
+    See `order_on_ranks` for errors.
+    """
+    order = order_on_ranks(weight.shape, x.dtype, slices)
+    out = x.new_empty(slices, len(x), weight.shape[0], dtype=torch.float32)
+    if out.numel():
+        _launch(x, weight, None, out, order, apart=True)
+    return out
+
+
+def cuts(x: torch.Tensor, weight: Multiplied, processors: int, order: SumOrder) -> bool:
     """Whether different programs add up the parts of each sum."""
     tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
-    return tiles < processors and order_of(weight.shape, x.dtype).parts > 1
+    return tiles < processors and order.parts > 1
 
 
-def _launch(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, out: torch.Tensor, *, apart: bool) -> None:
+def _launch(
+    x: torch.Tensor,
+    weight: Multiplied,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    order: SumOrder,
+    *,
+    apart: bool,
+) -> None:
     (outputs, inputs), rows = weight.shape, len(x)
-    order = order_of(weight.shape, x.dtype)
     packed = isinstance(weight, PackedWeight)
+    stored: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedWeight):
         stored = weight.data, weight.factors, weight.extra, weight.unit
         strides, form = (0, 0), packed_constants(weight)
     else:
-        stored, strides = (weight, None, None, None), weight.stride()
+        stored, strides = (weight, None, None, None), (weight.stride(0), weight.stride(1))
         form = dict(FORM=0, GROUP=1, SCALE_ROWS=1)
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -16,7 +16,7 @@ def recurrence_for(device: torch.device | str, dtype: torch.dtype, *, invariant:
     """The backend for recurrent layers on `device`: our kernels on CUDA, and PyTorch on a CPU.
 
     `dtype` is that of the activations. `invariant`: the bits of a token's result must not depend on where its segment
-    begins and ends, nor on other segments. A GPU has no such kernels yet.
+    begins and ends, nor on other segments. Prompts then take longer.
 
     Raises ValueError for a dtype or a device without a backend.
     """
@@ -30,4 +30,4 @@ def recurrence_for(device: torch.device | str, dtype: torch.dtype, *, invariant:
     # Imported here because a CPU installation has no Triton.
     from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
 
-    return TritonRecurrence(device)
+    return TritonRecurrence(device, one_by_one=invariant)

@@ -48,6 +48,11 @@ class AdapterOptions(CoreConfig):
                 "deterministic is on, and dora is True: what a DoRA scales is rounded in other places if a step has "
                 "adapters; drop one"
             )
+        if self.equal_ranks > 1 and self.adapter_slots:
+            raise ValueError(
+                f"deterministic is on for {self.equal_ranks} ranks, and adapters are served: their products are not "
+                "cut for ranks; leave out adapter, max_adapters and tuning, or tp and deterministic_ranks"
+            )
         names = [name for name, _ in self.adapters]
         for given, name in zip(self.adapter, names, strict=True):
             if "=" not in given or not given.partition("=")[2]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,9 +27,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Half:
     """The half of a layer after attention: projection, norm, and the MLP's two products."""
 
-    def __init__(self, device: str, dtype: torch.dtype, *, biased: bool, activation: str, out_norm: bool) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        biased: bool,
+        activation: str,
+        out_norm: bool,
+        inner: int = INNER,
+    ) -> None:
         self.shape = shape_of(device, dtype, activation=activation)
-        sizes = {"o": (HIDDEN, 64), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        sizes = {"o": (HIDDEN, 64), "gate_up": (2 * inner, HIDDEN), "down": (HIDDEN, inner)}
         self.weights = [drawn(*size, device=device, dtype=dtype, spread=size[1] ** -0.5) for size in sizes.values()]
         self.biases = [drawn(size[0], device=device, dtype=dtype) if biased else None for size in sizes.values()]
         self.norms = [drawn(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
@@ -65,9 +76,26 @@ def test_a_layer_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
             assert torch.equal(found, expected[rows])
 
 
-def test_weights_of_other_kinds_and_groups_are_refused(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("activation", "out_norm"), [("silu", False), ("gelu_pytorch_tanh", True)])
+def test_a_layer_cut_for_ranks_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
+    dtype: torch.dtype, activation: str, out_norm: bool, device: str
+) -> None:
+    half = Half(device, dtype, biased=True, activation=activation, out_norm=out_norm, inner=256)
+    ops = InvariantLayerOps(half.shape, ranks=4)
+    whole = half.compute(ops, slice(TOKENS))
+    for found, expected in zip(whole, half.compute(oracle(half.shape), slice(TOKENS), exact=True), strict=True):
+        assert (found.double() - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 5e-3)
+    for rows in (slice(0, 1), slice(2, 7)):
+        for found, expected in zip(half.compute(ops, rows), whole, strict=True):
+            assert torch.equal(found, expected[rows])
+    with pytest.raises(TypeError, match="adapters and layer norms have no sums"):
+        ops.add_linear_norm(half.stream, half.attended, half.weights[0], None, half.norms[0], change=lambda _: None)
+
+
+def test_weights_of_other_kinds_and_groups_of_other_sizes_are_refused(device: str) -> None:
     ops = InvariantLayerOps(shape_of(device))
     with pytest.raises(TypeError, match="a tuple has no product whose bits are the same in any step"):
         ops.linear(drawn(2, 8, device=device), ())
-    with pytest.raises(ValueError, match="deterministic is on, and several devices share the layers"):
-        InvariantLayerOps(shape_of(device), object())
+    with pytest.raises(ValueError, match="2 devices share the layers, and sums are cut for 1 ranks"):
+        InvariantLayerOps(shape_of(device), SimpleNamespace(size=2))

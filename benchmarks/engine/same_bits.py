@@ -54,6 +54,7 @@ _EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size"
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": _SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "mixture": _SIZES | _EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+    "hybrid": _SIZES | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
 }
 """The config.json of each kind of `--shape`."""
 

@@ -22,7 +22,7 @@ from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import SchedulerStats
 from tests.checkpoints import VOCAB
 from tests.combinations.bench import Asked, Bench
-from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Place, device_blocks
+from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Answer, Place, device_blocks
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATED = replace(GREEDY, max_tokens=40, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
@@ -52,6 +52,8 @@ class Seen:
     """Names of the requests of each kind of work."""
     fetched: ChunksFetched | None = None
     """The answer to the fetch of another engine's blocks."""
+    alone: dict[str, Answer] = field(default_factory=dict)
+    """By request, what a deterministic engine gives that computes one request at a time."""
     losses: list[float] = field(default_factory=list)
 
     def grown(self, work: str, figure: str) -> float:
@@ -81,6 +83,7 @@ class Work:
         kinds = {
             "moves": self.fetch,
             "drafts": self.draft,
+            "heads": self.draft,
             "grammars": self.follow,
             "priorities": self.displace,
             "tenants": self.wait_in_turn,
@@ -96,6 +99,8 @@ class Work:
         if job is not None:
             self.end_job(job)
         plain = {name: each for name, each in self.bench.asked.items() if name not in ("tuned", "untuned")}
+        if "deterministic" in self.features:
+            self.seen.alone = self.place.alone(self.features).told(plain)
         reference = self.place.reference(self.features)
         self.seen.expected = reference.answers(plain)
         self.seen.base = reference.answers(
@@ -112,6 +117,7 @@ class Work:
 
     def asked(self, number: int, length: int, params: SamplingParams, **values: Any) -> Asked:
         adapted = "adapters" in self.features and number % 2 == 0
+        params = self._told(params)
         return Asked(tokens(self._seed + number, length), params, adapted, **values)
 
     def talk(self) -> None:
@@ -135,8 +141,12 @@ class Work:
     def _second(self, number: int, params: SamplingParams) -> SamplingParams:
         """How a second turn is sampled: grammars and drafts meet state that was kept somewhere else."""
         if "grammars" in self.features and number % 2:
-            return RULED
-        return REPEATED if "drafts" in self.features and number % 4 == 0 else params
+            return self._told(RULED)
+        return self._told(REPEATED if self.features & {"drafts", "heads"} and number % 4 == 0 else params)
+
+    def _told(self, params: SamplingParams) -> SamplingParams:
+        """The options of a request, with log probabilities where bits are compared."""
+        return replace(params, logprobs=2) if "deterministic" in self.features else params
 
     @property
     def _talks(self) -> int:

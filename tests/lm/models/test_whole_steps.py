@@ -195,17 +195,23 @@ def test_integers_are_read_as_whole_tiles_and_other_packed_weights_are_not() -> 
         assert has_known_weights(cast(LayerWeights, layer)) is known
 
 
+def gguf(place: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> Path:
+    """The directory of a Llama in a GGUF file of this kind of numbers."""
+    make(place / "plain", "Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    path = place / "model.gguf"
+    write_gguf(path, place / "plain", "llama", kind=kind)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    directory = gguf_cache() / path.name
+    directory.mkdir(parents=True)
+    write(path, directory)
+    return directory
+
+
 def test_a_model_of_integers_has_whole_steps_as_near_to_float32_as_pytorchs(
     with_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Both round activations to 8 bits. PyTorch also rounds them to bfloat16 between operations."""
-    make(tmp_path / "plain", "Llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    path = tmp_path / "model.gguf"
-    write_gguf(path, tmp_path / "plain", "llama", kind="Q8_0")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory = gguf_cache() / path.name
-    directory.mkdir(parents=True)
-    write(path, directory)
+    directory = gguf(tmp_path, monkeypatch, "Q8_0")
     model = load(directory, device="cpu", dtype="bfloat16")
     assert isinstance(model, Decoder) and isinstance(model.layers[0].down, IntegerWeight)
     exact = load(directory, device="cpu")
@@ -437,6 +443,23 @@ def test_any_number_of_ranks_gives_a_token_the_same_bits(
         together = plain.forward(step_of(plain, *spans, backend="torch")).float()
     near = 1e-5 if kind["dtype"] == "float32" else 0.02
     assert (together - wanted.float()).norm() < near * together.norm()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Q4_0", "bfloat16"), ("Q8_0", "bfloat16"), ("Q8_0", "float32")])
+def test_packed_weights_give_a_token_the_same_bits_in_any_step(
+    with_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    """The library multiplies integers in bfloat16. In float32 the weights are plain numbers. Both have adapters."""
+    model = load(gguf(tmp_path, monkeypatch, kind), device="cpu", dtype=dtype, invariant=True)
+    assert isinstance(model, Decoder)
+    assert isinstance(model.layers[0].down, IntegerWeight if dtype == "bfloat16" else torch.Tensor)
+    slots = filled_slots(model)
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    of_tokens = torch.repeat_interleave(torch.tensor(SLOT_OF_ROW), torch.tensor(LENGTHS))
+    with torch.inference_mode():
+        wanted = model.forward(replace(whole, adapters=adapters_of(slots, of_tokens)))
+        for seed in range(4):
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
 
 
 def test_adapters_that_do_not_fit_the_library_are_refused(with_library: None, tmp_path: Path) -> None:

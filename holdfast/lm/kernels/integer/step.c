@@ -482,6 +482,9 @@ static void divide_and_run(void (*task)(void *), struct team *team, run_parallel
         task(team);
 }
 
+/* Bytes of struct step, by which a caller knows a library of other sources. */
+int64_t holdfast_step_size(void) { return sizeof(struct step); }
+
 /* Bytes of scratch memory that a step needs with so many threads. */
 int64_t holdfast_step_bytes(const struct decoder *decoder, const struct step *step, int threads)
 {

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.lm.kernels.integer.library import Library
+from holdfast.lm.kernels.integer.library import STEP_SIZE, Library
 from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
 from holdfast.lm.kernels.lora.protocol import LoraStack
 from holdfast.lm.kernels.stacked import Rows, StackedWeight
@@ -104,6 +104,9 @@ class _Step(ctypes.Structure):
             )
         ),
     )
+
+
+assert ctypes.sizeof(_Step) == STEP_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,10 @@ class InvariantLayerOps(FusedLayerOps):
     """
 
     def __init__(self, shape: LayerShape, group: Group | None = None, ranks: int = 1) -> None:
-        """Sums are cut for so many `ranks`, a power of two. They have the same bits for any group of as many devices
-        or fewer, if these divide them."""
+        """Sums are cut for so many `ranks`, a power of two.
+
+        They have the same bits on all groups whose number of devices divides it. Raises ValueError for other groups.
+        """
         super().__init__(shape, group)
         size = 1 if group is None else group.size
         if ranks % size:
@@ -100,12 +102,12 @@ class InvariantLayerOps(FusedLayerOps):
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
         found = self._experts(self.computed(x), experts)
         if self.shape.layer_norm or not len(norm):
-            stream += found.sum(0)
+            stream += _sum_in_order(found)
             return self.norm(stream, norm)
         return self._normed(stream, found, None, norm)
 
     def _experts_output(self, x: Normed, experts: Experts) -> torch.Tensor:
-        return self._experts(self.computed(x), experts).sum(0)
+        return _sum_in_order(self._experts(self.computed(x), experts))
 
     def _experts(self, x: torch.Tensor, experts: Experts) -> torch.Tensor:
         """The outputs of each token's experts times their shares, [per_token, T, hidden]."""
@@ -116,6 +118,14 @@ class InvariantLayerOps(FusedLayerOps):
 
     def _projected(self, x: Gated, weight: Weight) -> torch.Tensor:
         return self.linear(x, weight)
+
+
+def _sum_in_order(outputs: torch.Tensor) -> torch.Tensor:
+    """The sum [T, hidden] of outputs [R, T, hidden], one after the other."""
+    total = outputs[0]
+    for each in outputs[1:]:
+        total = total + each
+    return total
 
 
 def _multiplied(weight: Weight) -> Multiplied:

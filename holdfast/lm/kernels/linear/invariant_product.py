@@ -245,4 +245,6 @@ def _launch(
         BLOCK_K=order.step,
         num_warps=8 if packed else 4,
         num_stages=4 if x.element_size() == 2 else 1,
+        # Else a part times its units might be added to the others without being rounded, where one program adds them.
+        enable_fp_fusion=stored[3] is None,
     )

@@ -126,6 +126,4 @@ def _reason(spec: DecoderSpec, device: torch.device) -> str:
         return ""
     if spec.latent is not None:
         return f"{name} has latent attention, which splits a context by the size of the batch on a GPU"
-    if spec.layer_specs:
-        return f"{name} has layers of several sizes, whose products on a GPU depend on the number of tokens"
     return ""

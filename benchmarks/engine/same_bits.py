@@ -9,7 +9,7 @@ state. Then `--requests` of them, drawn at random, come as crowds to engines wit
 bits are. A crowd on an engine without `--deterministic` shows how many answers differ there. Last, rounds of a crowd
 on an engine of each kind, one after the other, give the cost. Half of the requests are greedy; the others draw
 with seeds of their own. A third of the prompts begin alike. `--shape` takes random weights of a small shape of that
-kind in place of a checkpoint. With `--adapters`, requests have none or one of so many random LoRA adapters.
+kind in place of a checkpoint. With `--adapters N`, requests have none or one of N random LoRA adapters.
 """
 
 from __future__ import annotations

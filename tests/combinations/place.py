@@ -124,10 +124,10 @@ class Place:
 
     @cached_property
     def head(self) -> Path:
-        """A draft head of the Llama that guesses the tokens of `workload.REPEATED`."""
+        """A draft head of the Llama that always guesses `workload.GUESS`."""
         target = load(self.plain, device="cpu")
         assert isinstance(target, Decoder)
-        return write_head(self.root / "head", target, (70, 71, 72))
+        return write_head(self.root / "head", target, (71,))
 
     @cached_property
     def hybrid_adapter(self) -> Path:

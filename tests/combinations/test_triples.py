@@ -48,7 +48,7 @@ LATER = (
     ("heads", *TIERED),
     ("remote", "moves", "adapters", "4-bit", "contracts", "deterministic", "heads"),
     ("remote", "drafts", "fp8-weights", "contracts", "deterministic"),
-    ("hybrid", "grammars", "drafts", "adapters", "4-bit", "deterministic"),
+    ("hybrid", "drafts", "adapters", "4-bit", "deterministic"),
 )
 """Combinations with the same bits, and with draft heads."""
 

@@ -27,6 +27,10 @@ from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Ans
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATED = replace(GREEDY, max_tokens=40, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
 """Answers of three tokens, which repeat themselves, so that guesses come true."""
+GUESS = 71
+"""The token that the draft head guesses."""
+GUESSED = replace(GREEDY, max_tokens=20, logit_bias=((GUESS, 60.0),))
+"""Answers of that token."""
 LOOSE = Contract(ttft=3600.0, tbt=600.0, complete=36_000.0)
 HASTY = Contract(ttft=1e-6)
 STREAMS = 5
@@ -83,7 +87,7 @@ class Work:
         kinds = {
             "moves": self.fetch,
             "drafts": self.draft,
-            "heads": self.draft,
+            "heads": self.guess,
             "grammars": self.follow,
             "priorities": self.displace,
             "tenants": self.wait_in_turn,
@@ -180,6 +184,9 @@ class Work:
 
     def draft(self) -> None:
         self.bench.run({f"repeated-{number}": self.asked(200 + number, 24, REPEATED) for number in range(3)})
+
+    def guess(self) -> None:
+        self.bench.run({f"guessed-{number}": self.asked(220 + number, 24, GUESSED) for number in range(3)})
 
     def follow(self) -> None:
         self.bench.run({f"ruled-{number}": self.asked(300 + number, 20, RULED) for number in range(2)})

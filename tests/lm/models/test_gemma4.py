@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.lm.kernels.attention.backends import attention_of_layers
-from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.cache.kv_cache import KVCache, KVShape
-from holdfast.lm.models.base import MisfitCheckpoint, NotNative, StepInput, UnsupportedCheckpoint
+from holdfast.lm.kernels.cache.kv_cache import KVShape
+from holdfast.lm.models.base import MisfitCheckpoint, NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.gemma4_decoder import Gemma4Decoder
 from holdfast.lm.models.loader import load, native_spec, stored_names
 from tests.checkpoints import GEMMA_4, GEMMA_4_DENSE, GEMMA_4_MIXTURE, VOCAB, make
 from tests.lm.execution.test_parity import run
 from tests.lm.execution.test_variants import case_of
+from tests.lm.models.cut_prompts import logits_of
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 ROPES = {
@@ -76,45 +73,6 @@ def shapes_of(spec: DecoderSpec) -> list[KVShape]:
     """The sizes of keys and values, of the layers that have their own."""
     own = [each for each in spec.layer_specs if each.kv_source is None]
     return [KVShape(each.num_kv_heads, each.head_dim, each.head_dim) for each in own]
-
-
-def logits_of(model: Gemma4Decoder, ids: torch.Tensor, *cuts: int) -> torch.Tensor:
-    """The logits [T, V] of token ids [T], computed in one step, or in several that begin at these cuts."""
-    spec, count = model.spec, len(ids)
-    cache = KVCache.allocate_layers(spec.kv_shapes, num_blocks=1, block_size=count, dtype=spec.dtype, device="cpu")
-    attention = attention_of_layers("cpu", spec.kv_shapes, num_heads=spec.num_heads, block_size=count)
-    found = []
-    for start, stop in pairwise((0, *cuts, count)):
-        segments = Segments(*(np.array(numbers, np.int32) for numbers in ([0, stop - start], [stop], [0])))
-        positions = torch.arange(start, stop)
-        step = StepInput(
-            ids[start:stop],
-            positions,
-            None,
-            positions,
-            torch.zeros(1, 1, dtype=torch.int32),
-            [cache.layer(layer) for layer in range(spec.num_layers)],
-            attention,
-            attention.make_metadata(segments),
-        )
-        with torch.inference_mode():
-            found.append(model.forward(step))
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("differences", [{}, GEMMA_4_MIXTURE], ids=["e2b", "mixture"])
-def test_a_deterministic_models_tokens_have_the_same_bits_wherever_a_prompt_is_cut(
-    tmp_path: Path, differences: dict[str, Any]
-) -> None:
-    make(tmp_path, "Gemma4Text", **differences)
-    model = load(tmp_path, device="cpu", invariant=True)
-    assert isinstance(model, Gemma4Decoder)
-    ids = torch.arange(40) * 7 % VOCAB
-    whole = logits_of(model, ids)
-    assert torch.equal(logits_of(model, ids, 3, 20, 21), whole)
-    plain = load(tmp_path, device="cpu")
-    assert isinstance(plain, Gemma4Decoder)
-    torch.testing.assert_close(whole, logits_of(plain, ids), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("differences", [{}, GEMMA_4_DENSE, GEMMA_4_MIXTURE], ids=["e2b", "dense", "mixture"])

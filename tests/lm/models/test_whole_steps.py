@@ -67,7 +67,7 @@ def step_of(
 ) -> StepInput:
     """A step with tokens of these rows and positions, on a cache of drawn numbers.
 
-    The cache has the heads of device `local` of so many `devices` that share the layers.
+    The cache has the heads of device `local` among the `devices` that share the layers.
     """
     spec, batch = model.spec, segments(*spans)
     draw = torch.Generator().manual_seed(7)

@@ -158,7 +158,7 @@ Stacks = tuple[LoraStack | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class TokenAdapters:
-    """The LoRA adapters of a step's tokens. Those with gains (DoRA) are not computed."""
+    """The LoRA adapters of a step's tokens. Adapters with gains (DoRA) are not among them."""
 
     layers: tuple[Stacks, ...]
     slots: npt.NDArray[np.int64]  # [T]: each token's slot; -1: none

@@ -21,7 +21,7 @@ class FixedLayerOps(LayerOps):
     """
 
     def __init__(self, shape: LayerShape, library: Library, group: Group | None, ranks: int) -> None:
-        """Sums are cut for so many `ranks`, a multiple of the devices of the group."""
+        """Sums are cut into slices for `ranks` devices, a multiple of those of the group."""
         super().__init__(shape, group)
         self._library, self._slices = library, ranks // (1 if group is None else group.size)
         self._products: dict[tuple[int, int], tuple[torch.Tensor, list[LibraryProduct]]] = {}

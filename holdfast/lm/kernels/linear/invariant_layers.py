@@ -33,7 +33,7 @@ class InvariantLayerOps(FusedLayerOps):
     """
 
     def __init__(self, shape: LayerShape, group: Group | None = None, ranks: int = 1) -> None:
-        """Sums are cut for so many `ranks`, a power of two.
+        """Sums are cut into slices for `ranks` devices, a power of two; 1: they are not.
 
         They have the same bits on all groups whose number of devices divides it. Raises ValueError for other groups.
         """

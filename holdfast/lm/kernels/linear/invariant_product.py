@@ -53,8 +53,8 @@ def order_of(shape: torch.Size, dtype: torch.dtype) -> SumOrder:
 def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> SumOrder:
     """The order for a device's part [N, K] of a weight, which is the same for any number of devices.
 
-    `slices`: the part has so many of the slices into which the inputs of the whole weight are cut. 0: it has all
-    inputs, and some of the outputs, whose number then decides nothing.
+    `slices` is the number of slices in the part, of those into which the inputs of the whole weight are cut. 0: the
+    part has all inputs, and some of the outputs, whose number then decides nothing.
 
     Raises ValueError for slices that tensor cores cannot take.
     """

@@ -278,7 +278,7 @@ def filled_slots(model: Decoder, *, max_rank: int = 12) -> AdapterSlots:
     slots = AdapterSlots(adapted_modules(model.decoder), slots=2, max_rank=max_rank, dtype=model.spec.dtype, device=CPU)
     modules = tuple(adapted_modules(model.decoder).modules)
     for slot, (rank, own) in enumerate(((max_rank, ()), (5, (modules[0], modules[2], modules[-1])))):
-        weights = drawn(model.decoder, rank, seed=slot, modules=own)
+        weights = drawn(model.decoder, rank, seed=slot, modules=own, scale=1.5 + slot)
         slots.write(slot, slots.pack(weights, model.layers, pinned=False))
     return slots
 

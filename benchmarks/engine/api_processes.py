@@ -27,11 +27,13 @@ import zmq
 
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import FinishReason
+from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.link import Parent
 from holdfast.engine.process.clients import Clients
 from holdfast.engine.process.door import Door
 from holdfast.engine.spawn import Link
+from holdfast.engine.wire import WIRE
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
@@ -51,7 +53,9 @@ def engine(directory: str, step_seconds: float) -> None:
         nobody.bind(f"ipc://{directory}/parent")
         parent = Parent(Link(f"ipc://{directory}/parent"))
         with closing(Door(f"{directory}/engine.sock")) as door:
-            clients = Clients(parent, door, messages.Attached(EngineConfig(max_waiting=4096), info))
+            clients = Clients(
+                parent, door, messages.Attached(EngineConfig(max_waiting=4096), info, version=__version__, wire=WIRE)
+            )
             left: dict[str, int] = {}
             while True:
                 clients.wait(None if not left else step_seconds)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
-from holdfast.cli.hints import advice
+from holdfast.cli.hints import advice, nearest
 from holdfast.cli.topics import common, titled
 from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig
 from holdfast.core.version import __version__
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = next((word for word in given if not word.startswith("-")), None)
         if command in HINTS:
             raise UsageError(f"there is no command {command}: {HINTS[command]}")
+        if command is not None and command not in COMMANDS:
+            raise UsageError(f"there is no command {command}; {nearest(command, COMMANDS)}")
         parser = make_parser(command, whole="--help-all" in given)
         options, unknown = parser.parse_known_args(signed(given))
         if options.command is None:
@@ -217,7 +219,7 @@ def instead_of(asked: str, command: str) -> str:
     """Return what to use in place of an option that a command does not have."""
     loaded = load_command(command)
     others = [name for name, (_, load) in COMMANDS.items() if name != "engine" and asked in load().flags]
-    return advice(asked, command, loaded.flags, others, takes_model=loaded.operand == "MODEL")
+    return advice(asked, command, loaded.flags, others, operand=loaded.operand)
 
 
 def options_in(path: str, command: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ SAME = {
     "--revision": "--hf-revision",
     "--speculation": "--speculative-algorithm --spec-type",
     "--draft-model": "--speculative-draft-model-path --speculative-model --model-draft -md",
+    "--deterministic": "--enable-deterministic-inference --batch-invariant",
     "--draft-tokens": "--num-speculative-tokens --speculative-num-draft-tokens --draft-max --draft",
     "--convert": "--task --runner --is-embedding --embedding --embeddings --rerank --reranking --pooling",
     "--attention-backend": "--flash-attn -fa",
@@ -60,16 +61,27 @@ OTHERWISE = {
 """Options of other programs that have no option here, each with what to do."""
 OTHER_NAMES = {name: here for here, names in SAME.items() for name in names.split()}
 ADVICE = {name: what for names, what in OTHERWISE.items() for name in names.split()}
+EXAMPLES = "--data --dataset --train-data --train-file --training-file"
+"""Options by which other programs name the examples to tune with."""
 LIKELY = 0.75
 """Similarity from which an option is taken for a misspelled one even if another command has it as it is."""
 
 
-def advice(asked: str, command: str, flags: Collection[str], others: Sequence[str], *, takes_model: bool) -> str:
+def nearest(asked: str, commands: Collection[str]) -> str:
+    """Return what to use in place of an unknown command."""
+    near = difflib.get_close_matches(asked, commands, n=1)
+    return f"did you mean {near[0]}?" if near else "holdfast --help lists what there is"
+
+
+def advice(asked: str, command: str, flags: Collection[str], others: Sequence[str], *, operand: str) -> str:
     """Return what to use in place of an unknown option.
 
-    `flags` are the options of the command, and `others` the commands that have an option of this name. `takes_model`
-    says whether the command's first word is the model.
+    `flags` are the options of the command, and `others` the commands that have an option of this name. `operand` is
+    what the command's first word stands for, such as MODEL.
     """
+    takes_model = operand == "MODEL"
+    if asked in EXAMPLES.split() and operand == "DATA":
+        return f"name the examples without an option: holdfast {command} DATA"
     named = f"name the model without an option: holdfast {command} MODEL"
     if asked in MODEL.split() and takes_model:
         return named

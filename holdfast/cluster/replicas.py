@@ -624,6 +624,8 @@ def router_for(name: RouterName, info: messages.EngineInfo, block_size: int) -> 
     if name != "priced":
         return make_router(name)
     try:
+        if not info.profile_path:
+            raise FileNotFoundError("the engine measured none")
         cost = CostProfile.load(Path(info.profile_path)).cost
     except (OSError, ValueError) as error:
         log.warning("there is no cost profile to price requests with, so routing is by prefix-tree: %s", error)

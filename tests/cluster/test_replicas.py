@@ -15,10 +15,11 @@ import pytest
 from fake_engine import engine_info
 
 from holdfast.cluster import fleet
+from holdfast.cluster.baselines import PrefixTree
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replica import State
-from holdfast.cluster.replicas import ReplicaLost, Replicas
+from holdfast.cluster.replicas import ReplicaLost, Replicas, router_for
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
 from holdfast.engine.client.adapter_holds import AdapterHolds
@@ -735,3 +736,13 @@ async def test_all_requests_of_one_hold_have_one_version(started: Any) -> None:
     asked = sorted(each.request.identity.adapter for engine in scripts.engines for each in engine.asked)
     assert asked == ["a@/1", "a@/2"]
     assert [engine.versions for engine in scripts.engines] == [{"a@/2"}] * 2
+
+
+@pytest.mark.parametrize(("path", "reason"), [("", "the engine measured none"), ("no-such.json", "no-such.json")])
+def test_without_a_cost_profile_routing_is_by_prefix_and_the_log_says_why(
+    path: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = engine_info(profile_path=path and str(tmp_path / path))
+    router = router_for("priced", info, 16)
+    assert isinstance(router, PrefixTree)
+    assert reason in caplog.text

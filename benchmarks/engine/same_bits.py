@@ -1,7 +1,8 @@
 """Whether a deterministic engine gives each request the same bits in any crowd, and what that costs.
 
     python -m benchmarks.engine.same_bits [--model DIRECTORY] [--requests 400] [--distinct 40] [--set device=cpu]
-    python -m benchmarks.engine.same_bits --shape mixture --adapters 3 --set quantization=fp8
+    python -m benchmarks.engine.same_bits --shape dense --adapters 3 --set quantization=fp8
+    python -m benchmarks.engine.same_bits --shape dense --ranks 2
 
 A request of `--distinct` is first computed alone: one sequence at a time, each prompt in one step, without shared
 state. Then `--requests` of them, drawn at random, come as crowds to engines with other chunks, batches and tiers
@@ -9,7 +10,8 @@ state. Then `--requests` of them, drawn at random, come as crowds to engines wit
 bits are. A crowd on an engine without `--deterministic` shows how many answers differ there. Last, rounds of a crowd
 on an engine of each kind, one after the other, give the cost. Half of the requests are greedy; the others draw
 with seeds of their own. A third of the prompts begin alike. `--shape` takes random weights of a small shape of that
-kind in place of a checkpoint. With `--adapters N`, requests have none or one of N random LoRA adapters.
+kind in place of a checkpoint. With `--adapters N`, requests have none or one of N random LoRA adapters. With
+`--ranks N`, the crowds run on N ranks, and the requests alone on one.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LanguageL
     """A running engine in this process."""
     common: dict[str, Any] = {"model": args.model} | ({"load_format": "random"} if args.shape else {})
     common |= {"adapter": args.adapter, "max_adapter_rank": RANK} if args.adapter else {}
+    common |= {"deterministic_ranks": args.ranks} if args.ranks > 1 and options["deterministic"] else {}
     loop, info = build(EngineConfig(**{**common, **dict(args.set), **options}))
     try:
         settle(loop)
@@ -160,6 +163,9 @@ def main() -> None:
     parser.add_argument("--model", default="holdfast-tiny", help="the built-in model, or a checkpoint's directory")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this kind of model, in place of --model")
     parser.add_argument("--adapters", type=int, default=0, help="random LoRA adapters; requests have none or one")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="tp of the crowds' engines; alone: one device"
+    )
     parser.add_argument("--requests", type=int, default=400, help="requests of all crowds together")
     parser.add_argument("--distinct", type=int, default=40, help="different requests, each computed alone once")
     parser.add_argument("--prompt", type=int, default=200, help="longest prompt, in tokens")
@@ -193,7 +199,8 @@ def compare(args: argparse.Namespace) -> None:
     for name, options in [*kinds.items(), ("not deterministic", {})]:
         numbers = [draw.randrange(args.distinct) for _ in range(share)]
         crowd = {f"{at}-{number}": requests[number] for at, number in enumerate(numbers)}
-        with engine(args, **{"deterministic": name != "not deterministic", **options}) as (loop, _):
+        options = {"deterministic": name != "not deterministic", "tp": args.ranks, **options}
+        with engine(args, **options) as (loop, _):
             told = Told(loop, crowd)
         other = differing(told, alone, args.distinct)
         wrong += other * (name != "not deterministic")
@@ -204,7 +211,8 @@ def compare(args: argparse.Namespace) -> None:
     crowd = {str(at): requests[at % args.distinct] for at in range(share)}
     for _ in range(args.rounds):
         for deterministic in rates:
-            with engine(args, deterministic=deterministic, prefix_sharing=False, host_cache_gb=0.0) as (loop, _):
+            cold = {"prefix_sharing": False, "host_cache_gb": 0.0}
+            with engine(args, deterministic=deterministic, tp=args.ranks, **cold) as (loop, _):
                 Told(loop, {"warm": requests[0]})
                 told = Told(loop, crowd)
             rates[deterministic].append(told.tokens / told.seconds)

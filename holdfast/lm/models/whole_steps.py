@@ -161,6 +161,7 @@ class DecoderSteps:
     def normed(self, stream: torch.Tensor, step: StepInput) -> torch.Tensor:
         """The final norm's output [R, hidden] in float32, of which `head` gives the logits."""
         tokens = self._tokens(step)
+        adapters = tokens.adapters
         if len(stream) <= MOST_TOKENS:
             return self._steps.normed(stream, tokens)
         wanted = np.arange(len(stream)) if step.sample_at is None else step.sample_at.numpy()
@@ -179,9 +180,7 @@ class DecoderSteps:
                 positions=tokens.positions[at],
                 slots=tokens.slots[at],
                 rows=tokens.rows[now],
-                adapters=None
-                if tokens.adapters is None
-                else replace(tokens.adapters, slots=tokens.adapters.slots[now]),
+                adapters=None if adapters is None else replace(adapters, slots=adapters.slots[now]),
                 sample_at=torch.from_numpy(place[here] - first),
                 taps=taps,
             )

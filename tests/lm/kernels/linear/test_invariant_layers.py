@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.linear import invariant_product as module
 from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
@@ -99,3 +100,23 @@ def test_weights_of_other_kinds_and_groups_of_other_sizes_are_refused(device: st
         ops.linear(drawn(2, 8, device=device), ())
     with pytest.raises(ValueError, match="2 devices share the layers, and sums are cut for 1 ranks"):
         InvariantLayerOps(shape_of(device), SimpleNamespace(size=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 1024, 5120, 1000])
+def test_norms_of_pytorch_on_a_gpu_have_the_same_bits_for_any_number_of_rows(width: int, dtype: torch.dtype) -> None:
+    """Layer norms, and the norms without weights of Mamba and Gemma 4, are PyTorch's."""
+    x, factor, bias = (drawn(*size, width, device="cuda", dtype=dtype) for size in ((700,), (), ()))
+
+    def normed(rows: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            functional.rms_norm(rows, (width,), None, 1e-5),
+            functional.rms_norm(rows, (width,), factor, 1e-5),
+            functional.layer_norm(rows, (width,), factor, bias, 1e-5),
+        ]
+
+    whole = normed(x)
+    for begin, end in ((0, 1), (7, 8), (3, 67), (88, 700)):
+        for found, wanted in zip(normed(x[begin:end]), whole, strict=True):
+            assert torch.equal(found, wanted[begin:end])

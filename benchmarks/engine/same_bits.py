@@ -66,6 +66,8 @@ def crowds(args: argparse.Namespace, block_bytes: float) -> dict[str, dict[str, 
     longest = -(-(args.prompt + args.output + 1) // BLOCK)
     sizes = {"cache_gb": 4.5 * longest, "host_cache_gb": 12.5 * longest}
     few_blocks = {name: blocks * block_bytes / 1e9 for name, blocks in sizes.items()}
+    if decoder_spec(Checkpoint.find(args.model).directory).recurrence is not None:
+        few_blocks = {}  # a state takes as much as many blocks
     return {
         "as it is": {},
         "chunks of 48 tokens": {"token_budget": 48, "max_sequences": 12},
@@ -163,9 +165,7 @@ def main() -> None:
     parser.add_argument("--model", default="holdfast-tiny", help="the built-in model, or a checkpoint's directory")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this kind of model, in place of --model")
     parser.add_argument("--adapters", type=int, default=0, help="random LoRA adapters; requests have none or one")
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="tp of the crowds' engines; alone: one device"
-    )
+    parser.add_argument("--ranks", type=int, default=1, help="tp of the crowds' engines; alone: one device")
     parser.add_argument("--requests", type=int, default=400, help="requests of all crowds together")
     parser.add_argument("--distinct", type=int, default=40, help="different requests, each computed alone once")
     parser.add_argument("--prompt", type=int, default=200, help="longest prompt, in tokens")

@@ -42,15 +42,27 @@ def spec_of(architecture: str = "LlamaForCausalLM", **given: Any) -> DecoderSpec
     return NATIVE[architecture](CONFIG | {"architectures": [architecture]} | given)
 
 
-def refused(spec: DecoderSpec, message: str, device: torch.device = CUDA, ranks: int = 1) -> None:
+def refused(spec: DecoderSpec, message: str, device: torch.device = CUDA, **layout: int) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=message):
-        check_same_bits(spec, device=device, ranks=ranks)
+        check_same_bits(spec, device=device, **layout)
 
 
 def test_a_model_whose_bits_depend_on_the_batch_on_a_gpu_is_refused_by_name() -> None:
     latent = cast(DecoderSpec, SimpleNamespace(architecture="DeepseekV2ForCausalLM", latent=object()))
     refused(latent, "deterministic is on, and DeepseekV2ForCausalLM has latent attention.*leave it out")
-    check_same_bits(latent, device=CPU)
+    others = spec_of("Olmo2ForCausalLM"), spec_of("LlamaForCausalLM", head_dim=24)
+    for spec in others:
+        refused(
+            spec, f"{spec.architecture} is not among the models that have been checked on a GPU: Llama.*leave it out"
+        )
+    for spec in (latent, *others):
+        check_same_bits(spec, device=CPU)
+
+
+def test_several_gpus_are_refused_by_name() -> None:
+    refused(spec_of(), "deterministic is on, and it is for 2 ranks: several GPUs have not been shown", ranks=2)
+    refused(spec_of(), "deterministic is on, and pp is 2: several GPUs have not been shown", stages=2)
+    check_same_bits(spec_of(), device=CPU, stages=2)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +81,17 @@ def test_a_model_whose_bits_depend_on_the_batch_on_a_gpu_is_refused_by_name() ->
     ids=["another model", "heads", "key heads", "inputs"],
 )
 def test_ranks_that_cannot_share_sums_alike_are_refused_by_name(
-    architecture: str, given: dict[str, Any], ranks: int, reason: str
+    with_library: None, architecture: str, given: dict[str, Any], ranks: int, reason: str
 ) -> None:
     spec = spec_of(architecture, **given)
-    refused(spec, f"deterministic_ranks is {ranks}, and {reason}", ranks=ranks)
-    check_same_bits(spec, device=CUDA)
+    refused(spec, f"deterministic_ranks is {ranks}, and {reason}", CPU, ranks=ranks)
+    check_same_bits(spec, device=CPU)
 
 
 def test_plain_decoders_and_mixtures_are_served_on_a_gpu() -> None:
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     for spec in (spec_of(), spec_of("Qwen3ForCausalLM"), spec_of("Qwen3MoeForCausalLM", **mixture)):
         check_same_bits(spec, device=CUDA)
-    check_same_bits(spec_of(), device=CUDA, ranks=2)
 
 
 def test_a_cpu_takes_the_library_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,16 +149,19 @@ class Sampler:
         if wishes is not None and masks is not None:
             allowed = forbid(logits.clone() if len(wishes.reported) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
-        if self._alone and any_random:
-
-            def draw(logits: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
-                own: dict[str, Any] = dict(zip(columns, row, strict=True))
-                return sample(logits, **own, **options)
-
-            tokens = each_row(draw, shaped, *columns.values())
-        else:
-            tokens = sample(shaped, **columns, **options)
+        tokens = self._sampled(shaped, columns, options)
         return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
+
+    def _sampled(self, shaped: torch.Tensor, columns: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+        """`sample` for whole rows [R, V], each by itself where its bits must not depend on the others."""
+        if not (self._alone and options["any_random"]):
+            return sample(shaped, **columns, **options)
+
+        def draw(logits: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
+            own: dict[str, Any] = dict(zip(columns, row, strict=True))
+            return sample(logits, **own, **options)
+
+        return each_row(draw, shaped, *columns.values())
 
     def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
         """The log probabilities that the rows ask for, from whole logits [R, V] as the model computed them."""
@@ -197,7 +200,8 @@ class Sampler:
             )
         if wishes.changes is not None and len(rows):
             shaped = shape(shaped, wishes.changes.part(rows), self._histories)
-        tokens[: len(rows)] = sample(shaped, **{name: column[own] for name, column in columns.items()}, **options)
+        mine_only = {name: column[own] for name, column in columns.items()}
+        tokens[: len(rows)] = self._sampled(shaped, mine_only, options)
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.reported):
             return Drawn(gathered)
@@ -245,7 +249,7 @@ class Sampler:
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
         ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)
         if own:
-            part = log_probabilities(whole, tokens, likeliest, named)
+            part = log_probabilities(whole, tokens, likeliest, named, alone=self._alone)
             numbers[:own, 0] = part.own
             numbers[:own, 1:] = part.top
             ids[:own] = part.top_ids

@@ -134,7 +134,8 @@ class Sampler:
         options: dict[str, Any] = {"any_random": any_random, "any_filtered": any_filtered}
         if group is not None and masks is not None:
             masks = group.gather(masks.view(torch.int64).flatten())[0].view(torch.int32).view(len(masks), -1)
-        if group is not None and (wishes is None or not wishes.whole_rows):
+        # Where a row's bits must not depend on others, every device draws from whole rows, as one device does.
+        if group is not None and not self._alone and (wishes is None or not wishes.whole_rows):
             if wishes is not None and masks is not None:
                 forbid(logits, masks, wishes.masked_rows, first=group.rank * -(-self._vocab_size // group.size))
             return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
@@ -143,7 +144,7 @@ class Sampler:
             assert last is not None, "rows with penalties need their input tokens"
             self._histories.enter(wishes.histories, changes, last)
         if group is not None:
-            assert wishes is not None
+            wishes = wishes or Wishes([None] * len(logits))
             return self._draw_whole_rows(logits, group, columns, wishes, options, masks)
         allowed = logits
         if wishes is not None and masks is not None:

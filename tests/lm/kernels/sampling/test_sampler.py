@@ -164,8 +164,10 @@ def test_devices_report_what_one_device_reports_where_bits_must_not_depend_on_ot
     share = -(-VOCAB // size)
 
     def work(group: TorchGroup) -> Drawn:
-        own = logits[:, group.rank * share : (group.rank + 1) * share].clone()
-        return Sampler(group, VOCAB, alone=True).draw(own, columns, wishes, **options)
+        own = logits[:, group.rank * share : (group.rank + 1) * share]
+        sampler = Sampler(group, VOCAB, alone=True)
+        assert torch.equal(sampler.draw(own.clone(), columns, None, **options).tokens, wanted.tokens)
+        return sampler.draw(own.clone(), columns, wishes, **options)
 
     wanted = Sampler(alone=True).draw(logits.clone(), columns, wishes, **options)
     assert wanted.logprobs is not None

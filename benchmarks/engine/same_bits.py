@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.same_bits [--model DIRECTORY] [--requests 400] [--distinct 40] [--set device=cpu]
     python -m benchmarks.engine.same_bits --shape dense --adapters 3 --set quantization=fp8
-    python -m benchmarks.engine.same_bits --shape dense --ranks 2
+    python -m benchmarks.engine.same_bits --ranks 2 --set device=cpu
 
 A request of `--distinct` is first computed alone: one sequence at a time, each prompt in one step, without shared
 state. Then `--requests` of them, drawn at random, come as crowds to engines with other chunks, batches and tiers

@@ -315,8 +315,14 @@ class CoreConfig:
     deterministic: bool = option(
         False,
         "give a request the same tokens and log probabilities, bit for bit, whatever runs beside it, however its "
-        "prompt is cut, and wherever its state was; for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and Phi 3, "
-        "unquantized, on one device",
+        "prompt is cut, and wherever its state was",
+        executor="paged",
+    )
+    deterministic_ranks: int | None = option(
+        None,
+        "with deterministic on a CPU, give the same bits for every tp that divides this power of two, such as 8 for 1, "
+        "2, 4 and 8; each sum over ranks is cut into this number of parts, which take time; default: tp",
+        between=(1, 64),
         executor="paged",
     )
     threads: int | None = option(
@@ -334,6 +340,7 @@ class CoreConfig:
         self._check_scheduling()
         if self.deterministic:
             self._check_deterministic()
+        self._check_ranks()
         if self.several_devices and self.rows_only:
             raise ValueError(f"{self.several_devices}, and {self.rows_only}: padded rows run on one device; drop one")
 
@@ -390,12 +397,10 @@ class CoreConfig:
 
     def _check_deterministic(self) -> None:
         """Raises ValueError for an option with which a token's bits would depend on other tokens, or on the device."""
-        backend, cache, weights = self.attention_backend, self.kv_cache_dtype, self.quantization
+        backend, cache = self.attention_backend, self.kv_cache_dtype
         excluded = [
-            (self.several_devices, "devices add up parts of each sum, in an order that their number changes"),
             (self.rows_only, "the code of Transformers sums in an order that the size of the batch changes"),
             (f"kv_cache_dtype is {cache}" if cache != "auto" else "", "its kernels read no FP8"),
-            (f"quantization is {weights}" if weights != "none" else "", "the batch changes the order of FP8 products"),
             (
                 f"attention_backend is {backend}" if backend not in OWN_ATTENTION else "",
                 "the batch changes the order of its sums",
@@ -404,6 +409,23 @@ class CoreConfig:
         for given, reason in excluded:
             if given:
                 raise ValueError(f"deterministic is on, and {given}: {reason}; drop one")
+
+    def _check_ranks(self) -> None:
+        """Raises ValueError for ranks whose sums have no tree of additions, and for their number without effect."""
+        ranks = self.deterministic_ranks
+        if ranks is None:
+            if self.deterministic and self.tp & (self.tp - 1):
+                raise ValueError(
+                    f"deterministic is on, and tp is {self.tp}: ranks add their sums in a binary tree; give a power of "
+                    "two"
+                )
+            return
+        if not self.deterministic:
+            raise ValueError(f"deterministic_ranks is {ranks}, which is for deterministic, and that is off; drop one")
+        if ranks & (ranks - 1) or ranks % self.tp:
+            raise ValueError(
+                f"deterministic_ranks is {ranks}, and tp is {self.tp}; it must be a power of two, and a multiple of tp"
+            )
 
     def _refuse_changed(self, executor: str) -> None:
         """Raises ValueError for the first changed option that only this executor reads."""
@@ -441,6 +463,12 @@ class CoreConfig:
         if not isinstance(self, kind):
             raise LookupError(f"the configuration has no {kind.__name__}; make it a base of {type(self).__name__}")
         return self
+
+    @property
+    def equal_ranks(self) -> int:
+        """Number of ranks up to which a deterministic engine gives the same bits."""
+        ranks = self.tp if self.deterministic_ranks is None else self.deterministic_ranks
+        return ranks if self.deterministic else 1
 
     @property
     def several_devices(self) -> str:

@@ -153,6 +153,10 @@ class Bench:
             self.submit(name, asked)
         self.until(lambda: {*requests} <= {*self.ended})
 
+    def answer_of(self, name: str) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """The tokens of a request, and the log probabilities that it asks for."""
+        return self.tokens[name], self.logprobs.get(name, ())
+
     def stats(self) -> SchedulerStats:
         known: dict[str, Any] = {}
         for handler in self.engine.handlers:

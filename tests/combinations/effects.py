@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
+import torch
 from tokenizers import Tokenizer
 
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
@@ -137,6 +138,21 @@ def check_drafts(seen: Seen) -> None:
     assert seen.grown("drafts", "drafts_accepted") > 5
 
 
+@effect("deterministic")
+def check_deterministic(seen: Seen) -> None:
+    """Whatever else the engine did, answers have the bits of an engine that did nothing else."""
+    assert len(seen.alone) >= 4 and ", deterministic (" in seen.bench.info.precision
+    for name, alone in seen.alone.items():
+        tokens, told = seen.bench.answer_of(name)
+        assert (tokens, told) == alone, name
+        assert len(told) >= len(tokens) > 0, name
+
+
+@effect("heads")
+def check_heads(seen: Seen) -> None:
+    assert seen.grown("heads", "drafts_accepted") > 5
+
+
 @effect("adapters")
 def check_adapters(seen: Seen) -> None:
     """Some answers, as those of three tokens, may be alike."""
@@ -153,13 +169,15 @@ def check_tuning(seen: Seen) -> None:
 
 @effect("fp8-weights")
 def check_fp8_weights(seen: Seen) -> None:
-    assert all(isinstance(layer.qkv, Fp8Weight) for layer in decoder(seen).layers)
+    kind = torch.Tensor if "deterministic" in seen.features else Fp8Weight  # a CPU dequantizes them once then
+    assert all(isinstance(layer.qkv, kind) for layer in decoder(seen).layers)
     assert "fp8 weights" in seen.bench.info.precision
 
 
 @effect("4-bit")
 def check_four_bits(seen: Seen) -> None:
-    assert all(isinstance(layer.qkv, Int4Weight) for layer in decoder(seen).layers)
+    kind = torch.Tensor if "deterministic" in seen.features else Int4Weight
+    assert all(isinstance(layer.qkv, kind) for layer in decoder(seen).layers)
 
 
 @effect("fp8-cache")

@@ -18,16 +18,19 @@ import pytest
 from redis import Redis
 
 from holdfast.core.contract import NO_CONTRACT
+from holdfast.core.types import TokenLogprobs
 from holdfast.engine.process import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import cost_profile
 from holdfast.lm.execution.disk_store import ENTRY_BYTES, PAGE
-from holdfast.lm.models.loader import decoder_spec
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import decoder_spec, load
 from tests.adapters import drawn, write
 from tests.checkpoints import VOCAB, make
 from tests.combinations.bench import Asked, Bench
 from tests.combinations.table import FEATURES
+from tests.heads import write_head
 from tests.lm.models.test_quantized import quantized
 from tests.lm.padded.test_encoder_decoder import make as make_encoder_decoder
 from tests.tokenizers_made import byte_level
@@ -72,6 +75,7 @@ class Place:
         self._closing = ExitStack()
         self._sources: dict[Any, Bench] = {}
         self._plain: dict[Any, Plain] = {}
+        self._alone: dict[Any, Plain] = {}
 
     @cached_property
     def plain(self) -> Path:
@@ -119,6 +123,13 @@ class Place:
         return write(self.root / "adapter", drawn(decoder_spec(self.plain), 8, seed=1, strength=0.8))
 
     @cached_property
+    def head(self) -> Path:
+        """A draft head of the Llama that always guesses `workload.GUESS`."""
+        target = load(self.plain, device="cpu")
+        assert isinstance(target, Decoder)
+        return write_head(self.root / "head", target, (71,))
+
+    @cached_property
     def hybrid_adapter(self) -> Path:
         """An adapter of the Bamba."""
         return write(self.root / "hybrid-adapter", drawn(decoder_spec(self.hybrid), 8, seed=1, strength=0.8))
@@ -158,9 +169,9 @@ class Place:
     def kind(self, features: frozenset[str]) -> dict[str, Any]:
         """Options of the model and of its numbers, by which an answer may differ, and the adapter if it takes any."""
         found: dict[str, Any] = {"model": str(self.model(features))}
-        if "encoder-decoder" not in features:
+        if "encoder-decoder" not in features and not features >= {"tp", "deterministic"}:  # ranks take no adapters then
             found["adapter"] = (f"own={self.hybrid_adapter if 'hybrid' in features else self.adapter}",)
-        for name in features & {"fp8-weights", "fp8-cache"}:
+        for name in features & {"fp8-weights", "fp8-cache", "deterministic"}:
             found |= FEATURES[name].options
         return found
 
@@ -171,6 +182,8 @@ class Place:
             found.pop("adapter", None)
         if not on_rows(features):
             found["speculation"] = "off"
+        if "heads" in features:
+            found |= {"speculation": "eagle3", "draft_model": str(self.head)}
         for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants", "contracts"}:
             found |= FEATURES[name].options
         if features & TIERS:
@@ -207,7 +220,7 @@ class Place:
 
     def source(self, features: frozenset[str]) -> Bench:
         """An engine from which one with these features can fetch blocks."""
-        like = features & {"4-bit", "fp8-weights", "fp8-cache", "tp", "pp", "hybrid"}
+        like = features & {"4-bit", "fp8-weights", "fp8-cache", "tp", "pp", "hybrid", "deterministic"}
         if like not in self._sources:
             options = SMALL | self.kind(like) | {"chunk_host": "127.0.0.1"}
             options |= dict.fromkeys(like & {"tp", "pp"}, 2)
@@ -224,9 +237,28 @@ class Place:
             self._closing.callback(bench.close)
         return self._plain[like]
 
+    def alone(self, features: frozenset[str]) -> Plain:
+        """A deterministic engine with the model of one with these features, which computes one request at a time.
+
+        It has one device, unless there are stages, which compute token by token on a CPU.
+        """
+        like = features & {"4-bit", "fp8-weights", "hybrid", "tp", "pp", "deterministic"}
+        if like not in self._alone:
+            options: dict[str, Any] = {"max_sequences": 1, "token_budget": 512, "prefix_sharing": False}
+            options |= {"speculation": "off"} | ({"deterministic_ranks": 2} if "tp" in like else {})
+            options |= {"pp": 2} if "pp" in like else {}
+            bench = self.start(SMALL | self.kind(like) | options)
+            self._alone[like] = Plain(bench)
+            self._closing.callback(bench.close)
+        return self._alone[like]
+
     def close(self) -> None:
         """End all engines and the Redis service."""
         self._closing.close()
+
+
+Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
+"""The tokens of a request, and the log probabilities that it asks for."""
 
 
 class Plain:
@@ -234,15 +266,19 @@ class Plain:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._given: dict[Asked, tuple[int, ...]] = {}
+        self._given: dict[Asked, Answer] = {}
 
     def answers(self, asked: dict[str, Asked]) -> dict[str, tuple[int, ...]]:
         """By name, the tokens of each request, whoever asks and how urgently."""
+        return {name: tokens for name, (tokens, _) in self.told(asked).items()}
+
+    def told(self, asked: dict[str, Asked]) -> dict[str, Answer]:
+        """By name, the tokens and the log probabilities of each request."""
         plain = {name: replace(each, tenant="", priority=0, contract=NO_CONTRACT) for name, each in asked.items()}
         new = [each for each in dict.fromkeys(plain.values()) if each not in self._given]
         missing = {str(number): each for number, each in enumerate(new, len(self._given))}
         self._bench.run(missing)
-        self._given |= {each: self._bench.tokens[name] for name, each in missing.items()}
+        self._given |= {each: self._bench.answer_of(name) for name, each in missing.items()}
         return {name: self._given[each] for name, each in plain.items()}
 
 

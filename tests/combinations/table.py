@@ -112,6 +112,14 @@ FEATURES = {
         "contracts", "contr.", "`--contracts`, a request's `ttft_ms`, `tbt_ms`, `complete_ms`",
         "contracts are accepted and kept, and one that no engine could keep is refused", {"contracts": "on"},
     ),
+    "deterministic": Feature(
+        "the same bits", "bits", "`--deterministic`",
+        "the answers have the bits of a like engine that computes one request at a time", {"deterministic": True},
+    ),
+    "heads": Feature(
+        "draft heads", "heads", "`--draft-model`",
+        "drafts of an EAGLE-3 head are accepted", {"draft_model": "head"},
+    ),
 }  # fmt: skip
 
 T5 = "T5ForConditionalGeneration is an encoder-decoder; only causal decoders are served"
@@ -183,6 +191,21 @@ REFUSALS = (
     ),
     Refusal(("padded", "contracts"), NO_CONTRACTS),
     Refusal(("encoder-decoder", "contracts"), NO_CONTRACTS),
+    Refusal(("padded", "deterministic"), f"deterministic is True, {ON_ROWS}"),
+    Refusal(("encoder-decoder", "deterministic"), f"{T5}; padded rows cannot run it with deterministic True"),
+    Refusal(
+        ("fp8-cache", "deterministic"),
+        "deterministic is on, and kv_cache_dtype is fp8: its kernels read no FP8; drop one",
+    ),
+    Refusal(("padded", "heads"), f"draft_model is head, {ON_ROWS}"),
+    Refusal(("encoder-decoder", "heads"), f"{T5}; padded rows cannot run it with draft_model head"),
+    Refusal(
+        ("hybrid", "heads"),
+        "draft_model is for layers of attention, and of those of BambaForCausalLM 2 are recurrent",
+    ),
+    Refusal(("tp", "heads"), "draft_model is head, and tp is 2 and pp is 1: a draft head runs on one device; drop one"),
+    Refusal(("pp", "heads"), "draft_model is head, and tp is 1 and pp is 2: a draft head runs on one device; drop one"),
+    Refusal(("drafts", "heads"), "draft_model is head, and speculation is ngram; drop one"),
     Refusal(
         ("fp8-weights", "4-bit"),
         "float32, fp8 weights",

@@ -26,6 +26,8 @@ SHARED = (
     ("hybrid", "tp", "pp", "host", "drafts"),
     ("tp", "contracts"),
     ("pp", "contracts"),
+    ("tp", "deterministic"),
+    ("pp", "deterministic"),
 )
 """Features of each engine of several ranks. Those take seconds to start, so the pairs of one engine share it."""
 

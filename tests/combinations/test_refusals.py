@@ -25,6 +25,8 @@ def options_of(place: Place, refusal: Refusal) -> dict[str, Any]:
         "4-bit": place.four_bits,
         "t5-4-bit": place.encoder_decoder_four_bits,
     }
+    if "hybrid" in refusal.pair and "draft_model" in asked:
+        asked["draft_model"] = str(place.head)
     return asked | {"model": str(models[asked["model"]])}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,119 +11,95 @@ import pytest
 from holdfast.core.types import SamplingParams
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.integer.library import library as own_library
-from tests.combinations.bench import Asked, Bench
-from tests.combinations.effects import EFFECTS
+from tests.combinations.bench import Asked
+from tests.combinations.effects import EFFECTS, check_deterministic
 from tests.combinations.place import SMALL, Place
-from tests.combinations.workload import Work, tokens
+from tests.combinations.workload import Seen, Work, tokens
 from tests.compiled import integer_library
 
-TOGETHER = frozenset({"host", "disk", "moves", "drafts", "grammars", "priorities", "tenants"})
-"""What moves, cuts, suspends and verifies the work of one engine: all that a deterministic one may have."""
+TOGETHER = frozenset(
+    {"host", "disk", "moves", "drafts", "grammars", "priorities", "tenants", "adapters", "tuning", "deterministic"}
+)
+"""What moves, cuts, suspends, adapts and verifies the work of one engine: all that a deterministic one may have."""
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True)
 TOLD = SamplingParams(temperature=0.7, top_k=20, seed=6, max_tokens=5, ignore_eos=True, prompt_logprobs=2)
 
 
-class Deterministic(Place):
-    """A place whose engines are deterministic."""
-
-    def kind(self, features: frozenset[str]) -> dict[str, Any]:
-        return {"model": str(self.model(features)), "deterministic": True}
-
-
 class Telling(Work):
-    """The work of one engine, in which each request asks for log probabilities, and most talks draw at random."""
+    """The work of one engine, in which most talks draw at random."""
 
     def asked(self, number: int, length: int, params: SamplingParams, **values: Any) -> Asked:
         drawn = params.max_tokens == 6 and number % 3 > 0
-        return super().asked(number, length, replace(DRAWN if drawn else params, logprobs=2), **values)
-
-    def _second(self, number: int, params: SamplingParams) -> SamplingParams:
-        return replace(super()._second(number, params), logprobs=2)
+        return super().asked(number, length, DRAWN if drawn else params, **values)
 
 
 @pytest.fixture(scope="module")
-def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def by_library(place: Place) -> Iterator[Place]:
+    """The place, where plain decoders are computed by the library in C."""
     library = own_library() or integer_library()
     if not library.level:
         pytest.skip("needs a CPU with AVX2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.lm.kernels.integer.library.library", lambda: library)
-        place = Deterministic(tmp_path_factory.mktemp("same-bits"))
         yield place
-        place.close()
 
 
-@pytest.fixture(scope="module")
-def alone(deterministic: Deterministic) -> Any:
-    """An engine that computes one request at a time, each prompt in one step, and finds no state of another."""
-    options = {"max_sequences": 1, "token_budget": 512, "prefix_sharing": False, "speculation": "off"}
-    bench = deterministic.start(SMALL | deterministic.kind(frozenset()) | options)
-    yield bench
-    bench.close()
-
-
-def check_equal(crowd: Bench, alone: Bench) -> None:
-    """Raise AssertionError for a request of the crowd that has other bits alone."""
-    for name, asked in crowd.asked.items():
-        once = f"{name} of {id(crowd)}"
-        alone.run({once: replace(asked, tenant="", priority=0)})
-        assert crowd.tokens[name] == alone.tokens[once], name
-        assert len(crowd.logprobs[name]) >= len(crowd.tokens[name]) or not asked.params.logprobs, name
-        assert crowd.logprobs[name] == alone.logprobs[once], name
-
-
-def test_tiers_moves_drafts_grammars_and_suspensions_leave_all_bits_as_they_are(
-    deterministic: Deterministic, alone: Bench
+def test_drawn_tokens_of_an_engine_that_does_everything_are_those_of_one_that_does_nothing_else(
+    by_library: Place,
 ) -> None:
-    work = Telling(deterministic, TOGETHER, 1)
+    work = Telling(by_library, TOGETHER, 1)
     try:
         seen = work.do()
     finally:
         work.bench.close()
-    for feature in TOGETHER:
+    for feature in TOGETHER - {"adapters"}:  # a plain engine may draw other tokens
         EFFECTS[feature](seen)
+    assert any(asked.adapted and asked.params == replace(DRAWN, logprobs=2) for asked in work.bench.asked.values())
     assert work.bench.info.limits.served.dtype.startswith("float32, deterministic (AVX")  # others' state is not found
-    check_equal(work.bench, alone)
 
 
 @pytest.mark.parametrize("budget", [16, 48, 200])
-def test_the_chunks_of_a_prompt_and_its_batch_leave_all_bits_as_they_are(
-    deterministic: Deterministic, alone: Bench, budget: int
-) -> None:
-    """Some prompts begin alike, so that a chunk begins where the cached state ends. Prompts have log probabilities."""
-    bench = deterministic.start(SMALL | deterministic.kind(frozenset()) | {"token_budget": budget, "max_sequences": 8})
+def test_the_chunks_of_a_prompt_and_its_batch_leave_all_bits_as_they_are(by_library: Place, budget: int) -> None:
+    """Some prompts begin alike, so that a chunk begins where the cached state ends. Then some of them go on."""
+    features = frozenset({"deterministic"})
+    bench = by_library.start(SMALL | by_library.kind(features) | {"token_budget": budget, "max_sequences": 8})
     lengths, shared = (3, 150, 17, 90, 64, 130, 33, 100, 5, 128), tokens(7, 50)
     crowd = {
         f"{budget}-{number}": Asked(
-            shared * (number % 2) + tokens(number, length), replace(TOLD if number % 3 == 0 else DRAWN, logprobs=1)
+            shared * (number % 2) + tokens(number, length),
+            replace(TOLD if number % 3 == 0 else DRAWN, logprobs=1),
+            adapted=number % 4 > 1,
         )
         for number, length in enumerate(lengths)
     }
     try:
         bench.run(crowd)
+        on = {name: replace(crowd[name], prompt=crowd[name].prompt + bench.tokens[name]) for name in [*crowd][1:4]}
+        bench.run({f"{name}-on": asked for name, asked in on.items()})
     finally:
         bench.close()
     assert sum(bench.cached.values()) > 0
-    check_equal(bench, alone)
+    check_deterministic(Seen(features, bench, alone=by_library.alone(features).told(bench.asked)))
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tp": 2}, "deterministic is on, and tp is 2: devices add up parts of each sum"),
-        ({"pp": 2}, "deterministic is on, and pp is 2"),
+        ({"tp": 3}, "deterministic is on, and tp is 3: ranks add their sums in a binary tree; give a power of two"),
+        ({"tp": 2, "deterministic_ranks": 6}, "deterministic_ranks is 6, and tp is 2; it must be a power of two"),
+        ({"tp": 4, "deterministic_ranks": 2}, "deterministic_ranks is 2, and tp is 4; it must be a power of two"),
+        ({"tp": 2, "tuning": True}, "deterministic is on for 2 ranks, and adapters are served: their products"),
+        ({"deterministic_ranks": 2, "max_adapters": 2}, "deterministic is on for 2 ranks, and adapters are served"),
+        ({"deterministic": False, "deterministic_ranks": 2}, "deterministic_ranks is 2, which is for deterministic"),
         ({"executor": "padded"}, "deterministic is True, which is for the paged executor"),
         ({"kv_cache_dtype": "fp8"}, "deterministic is on, and kv_cache_dtype is fp8"),
-        ({"quantization": "fp8"}, "deterministic is on, and quantization is fp8"),
         ({"attention_backend": "torch"}, "deterministic is on, and attention_backend is torch"),
         ({"scheduler": "shaping"}, "deterministic is on, and scheduler is shaping"),
-        ({"max_adapters": 2}, "deterministic is on, and max_adapters is 2"),
-        ({"adapter": ("own=/a",)}, "deterministic is on, and adapter is own=/a"),
-        ({"tuning": True}, "deterministic is on, and tuning is True"),
+        ({"max_adapters": 2, "dora": True}, "deterministic is on, and dora is True: what a DoRA scales is rounded"),
     ],
     ids=str,
 )
 def test_an_option_that_would_change_bits_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError) as refused:
-        EngineConfig(deterministic=True, **options)
+        EngineConfig(**{"deterministic": True, **options})
     assert str(refused.value).startswith(reason)

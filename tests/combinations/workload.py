@@ -17,16 +17,21 @@ from holdfast.engine.messages import ContractRefusal, Submit
 from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
+from holdfast.lm.parts.speculation.head_planner import HeadPart
 from holdfast.lm.parts.tuning.messages import JobEnded, JobProgress, JobRefused, JobStart, JobStep, StartJob
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import SchedulerStats
 from tests.checkpoints import VOCAB
 from tests.combinations.bench import Asked, Bench
-from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Place, device_blocks
+from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Answer, Place, device_blocks
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATED = replace(GREEDY, max_tokens=40, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
 """Answers of three tokens, which repeat themselves, so that guesses come true."""
+GUESS = 71
+"""The token that the draft head guesses."""
+GUESSED = replace(GREEDY, max_tokens=20, logit_bias=((GUESS, 60.0),))
+"""Answers of that token."""
 LOOSE = Contract(ttft=3600.0, tbt=600.0, complete=36_000.0)
 HASTY = Contract(ttft=1e-6)
 STREAMS = 5
@@ -52,6 +57,8 @@ class Seen:
     """Names of the requests of each kind of work."""
     fetched: ChunksFetched | None = None
     """The answer to the fetch of another engine's blocks."""
+    alone: dict[str, Answer] = field(default_factory=dict)
+    """By request, what a deterministic engine gives that computes one request at a time."""
     losses: list[float] = field(default_factory=list)
 
     def grown(self, work: str, figure: str) -> float:
@@ -87,6 +94,8 @@ class Work:
             "target": self.stream,
             "contracts": self.promise,
         }
+        if "heads" in self.features:  # before other answers show that the head's guesses do not pay
+            self._measured("heads", self.guess)
         self._measured("talk", self.talk)
         for name, work in kinds.items():
             if name in self.features:
@@ -96,6 +105,8 @@ class Work:
         if job is not None:
             self.end_job(job)
         plain = {name: each for name, each in self.bench.asked.items() if name not in ("tuned", "untuned")}
+        if "deterministic" in self.features:
+            self.seen.alone = self.place.alone(self.features).told(plain)
         reference = self.place.reference(self.features)
         self.seen.expected = reference.answers(plain)
         self.seen.base = reference.answers(
@@ -112,6 +123,7 @@ class Work:
 
     def asked(self, number: int, length: int, params: SamplingParams, **values: Any) -> Asked:
         adapted = "adapters" in self.features and number % 2 == 0
+        params = self._told(params)
         return Asked(tokens(self._seed + number, length), params, adapted, **values)
 
     def talk(self) -> None:
@@ -135,8 +147,12 @@ class Work:
     def _second(self, number: int, params: SamplingParams) -> SamplingParams:
         """How a second turn is sampled: grammars and drafts meet state that was kept somewhere else."""
         if "grammars" in self.features and number % 2:
-            return RULED
-        return REPEATED if "drafts" in self.features and number % 4 == 0 else params
+            return self._told(RULED)
+        return self._told(REPEATED if self.features & {"drafts", "heads"} and number % 4 == 0 else params)
+
+    def _told(self, params: SamplingParams) -> SamplingParams:
+        """The options of a request, with log probabilities where bits are compared."""
+        return replace(params, logprobs=2) if "deterministic" in self.features else params
 
     @property
     def _talks(self) -> int:
@@ -170,6 +186,9 @@ class Work:
 
     def draft(self) -> None:
         self.bench.run({f"repeated-{number}": self.asked(200 + number, 24, REPEATED) for number in range(3)})
+
+    def guess(self) -> None:
+        self.bench.run({f"guessed-{number}": self.asked(220 + number, 24, GUESSED) for number in range(3)})
 
     def follow(self) -> None:
         self.bench.run({f"ruled-{number}": self.asked(300 + number, 20, RULED) for number in range(2)})
@@ -257,7 +276,10 @@ class Work:
 
 def serve(place: Place, features: Sequence[str], seed: int = 0) -> Seen:
     """Give a new engine with these features their work. The engine is closed then."""
-    with patch.object(Correction, "update", lambda *_: None):  # steps take as long as the engine was told
+    steady = patch.object(Correction, "update", lambda *_: None)  # steps take as long as the engine was told
+    # By its bytes, a head is slow beside so small a model. Once it runs, its passes are measured.
+    fast = patch.object(HeadPart, "_first_pass", lambda *_: 0.001)
+    with steady, fast:
         work = Work(place, frozenset(features), seed)
         try:
             return work.do()

@@ -213,6 +213,7 @@ def load_part(config: EngineConfig, checkpoint: Checkpoint, device: torch.device
         rank=0 if place is None else place.rank,
         group=None if place is None else place.group,
         invariant=config.deterministic,
+        ranks=config.equal_ranks,
     )
 
 

@@ -115,7 +115,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
             invariant=bool(spec.arithmetic),
         )
-        self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
+        invariant = bool(spec.arithmetic)
+        recurrent = spec.recurrent_layers > 0
+        self._recurrence = recurrence_for(spec.device, spec.dtype, invariant=invariant) if recurrent else None
         self._places = config.draft_places(spec.device.type) if spec.recurrent_layers else 0
         self._row_bytes = config.most_sequences * spec.state_bytes + self._places * spec.kept_bytes
         """Bytes of the recurrent states of running sequences, and of the kept inputs of drafts."""

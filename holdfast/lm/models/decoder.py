@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,12 +27,13 @@ from holdfast.lm.models.attention_mixer import (
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.latent import LatentMixer, LatentWeights
-from holdfast.lm.models.layer_weights import LayerWeights, WeightReader, WeightSource
+from holdfast.lm.models.layer_weights import LayerWeights, WeightReader, WeightSource, as_read
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
+from holdfast.lm.models.one_by_one import row_by_row, token_by_token
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
-from holdfast.lm.models.same_bits import arithmetic_of, check_plain_weights
+from holdfast.lm.models.same_bits import arithmetic_of, fixed_form
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
 from holdfast.lm.models.whole_steps import HeadWeights, whole_steps_of
 
@@ -55,20 +57,23 @@ class Decoder:
         shard: Shard | None = None,
         group: Group | None = None,
         invariant: bool = False,
+        ranks: int = 1,
     ) -> None:
         """Fill the weights from `source`. With `fp8`, quantize those of QUANTIZED_FIELDS as each one is loaded.
 
         `shard` is the part that this device holds; by default it holds the whole model. `group` is the devices that
         share its layers, if there are several; they load at the same time. `invariant`: the bits of a token's results
-        depend on the tokens before it alone, not on a step's others; `check_same_bits` accepts the decoder.
+        depend on the tokens before it alone, not on a step's others (`check_same_bits`), nor on the
+        number of devices that share layers, up to `ranks`.
         """
         names = decoder.names
         shard = shard or Shard(layers=range(decoder.num_layers))
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
-        self._device, self._dtype, self._invariant = device, dtype, invariant
-        reader = WeightReader(decoder, shard, source, device=device, dtype=dtype, group=group)
+        self._device, self._dtype, self._invariant, self._ranks = device, dtype, invariant, ranks
+        form = partial(fixed_form, device=device, dtype=dtype, ranks=ranks) if invariant else as_read
+        reader = WeightReader(decoder, shard, source, device=device, dtype=dtype, group=group, form=form)
         self._no_norm = reader.no_norm
         own = shard.own(decoder)
         tokens = vocabulary_piece(decoder, shard)
@@ -103,6 +108,15 @@ class Decoder:
         self._max_model_len = max_model_len
         self._ops, self._local_ops = self._layer_ops(own)
         self._mixers = self._make_mixers(own, windows)
+        whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder and ranks == 1
+        kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
+        last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
+        self.whole_steps = (
+            whole_steps_of(decoder, self.layers, last, windows, kinds, every=invariant) if whole else None
+        )
+        """The steps that one call computes; None if no step of this decoder is computed so."""
+        self._one_by_one = invariant and device.type == "cpu" and self.whole_steps is None
+        """Whether tokens are computed one after the other, as nothing else gives them the same bits in any step."""
         weight_bytes = reader.nbytes
         if device.type == "cpu" and not invariant:
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
@@ -127,7 +141,7 @@ class Decoder:
             recurrent_layers=sum(own.recurrent),
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
-            arithmetic=arithmetic_of(device) if invariant else "",
+            arithmetic=arithmetic_of(device, ranks=ranks, one_by_one=self._one_by_one) if invariant else "",
             reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
             shapes=tuple(
                 KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
@@ -135,15 +149,6 @@ class Decoder:
                 if each.kv_source is None
             ),
         )
-        if invariant:
-            check_plain_weights(decoder, self.layers, self.lm_head)
-        whole = shard.tp == 1 and shard.first and shard.last and type(self) is Decoder
-        kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
-        last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
-        self.whole_steps = (
-            whole_steps_of(decoder, self.layers, last, windows, kinds, every=invariant) if whole else None
-        )
-        """The steps that one call computes; None if no step of this decoder is computed so."""
 
     def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
         """The mixer of each layer of this device's part of the decoder, for its window."""
@@ -237,7 +242,7 @@ class Decoder:
             # separates steps.
             sums_in_parts=self.shard.first or not own.mlps,
         )
-        return layer_ops_for(shape, self.group, invariant=self._invariant)
+        return layer_ops_for(shape, self.group, invariant=self._invariant, ranks=self._ranks)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.whole_steps is not None and self.whole_steps.takes(step):
@@ -259,6 +264,10 @@ class Decoder:
         """Logits [R, own_vocab_size] of rows of `hidden`."""
         if self.whole_steps is not None and self.whole_steps.every:
             return self._finished(self.whole_steps.head(hidden))
+        return each_row(self._logits, hidden) if self._one_by_one else self._logits(hidden)
+
+    def _logits(self, hidden: Normed) -> torch.Tensor:
+        """`logits` of all rows together."""
         if self.project_out is not None:
             hidden = self._ops.linear(hidden, self.project_out)
         return self._finished(self._ops.linear(hidden, self.lm_head, self.lm_head_bias))
@@ -275,6 +284,13 @@ class Decoder:
         The residual stream is one tensor that every layer adds to in place. A stage before the last returns the stream
         of all tokens, [T, hidden], and nothing else.
         """
+        if not self._one_by_one:
+            return self._body(step)
+        rows = step if self.shard.last else replace(step, sample_at=None)
+        return token_by_token(self._body, rows)
+
+    def _body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
+        """`body` of all tokens together."""
         ops = self._ops
         rotations = [ops.rotation(step.positions)]
         if self._local_ops is not ops:
@@ -301,6 +317,12 @@ class Decoder:
 
     def _last(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
         """The final norm's output [R, hidden] from the result of `body`."""
+        if self._one_by_one:
+            return row_by_row(self._last_together, rows, adapters)
+        return self._last_together(rows, adapters)
+
+    def _last_together(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
+        """`_last` of all rows together."""
         stream, attended = rows
         return self._finish(len(self.layers) - 1, stream, attended, adapters, sampled=True)
 
@@ -382,10 +404,10 @@ class Decoder:
         self._ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm)
         return normed
 
-    @staticmethod
-    def _scale_shared(inner: torch.Tensor, normed: torch.Tensor, gate: torch.Tensor) -> None:
+    def _scale_shared(self, inner: torch.Tensor, normed: torch.Tensor, gate: torch.Tensor) -> None:
         """Multiply what a shared expert's last projection reads, [T, inner], by its gate for `normed`, in place."""
-        inner *= (normed @ gate.t()).sigmoid()
+        opening = self._ops.linear(normed, gate) if self._invariant else normed @ gate.t()
+        inner *= opening.sigmoid()
 
     def _gated_adapted(
         self, normed: torch.Tensor, layer: LayerWeights, stack: LoraStack, adapters: StepAdapters, lora: Lora

@@ -121,7 +121,7 @@ class Gemma4Decoder(Decoder):
     def _made(self, layer: LayerWeights) -> LayerWeights:
         return layer if layer.experts is None else replace(layer, experts=_folded(layer.experts, layer.more))
 
-    def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
+    def _body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The rows of the stream and of the last mixer's output; the last layer's embeddings, if there are any."""
         ops = self._ops
         rotations = [ops.rotation(step.positions), self._local_ops.rotation(step.positions)]
@@ -138,7 +138,7 @@ class Gemma4Decoder(Decoder):
         rows = (stream, attended, *inputs[-1])
         return rows if step.sample_at is None else tuple(each.index_select(0, step.sample_at) for each in rows)
 
-    def _last(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
+    def _last_together(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
         last = len(self.layers) - 1
         return self._ended(last, rows, Changes.of_layer(self._ops, last, adapters, sampled=True))
 

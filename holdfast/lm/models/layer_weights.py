@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -143,6 +143,11 @@ class WeightSource(Protocol):
         return None
 
 
+def as_read(weight: Weight) -> Weight:
+    """The form in which a weight was read."""
+    return weight
+
+
 class WeightReader:
     """Reads the weights of one device's part of a decoder from their source, each once.
 
@@ -158,11 +163,15 @@ class WeightReader:
         device: torch.device,
         dtype: torch.dtype,
         group: Group | None,
+        form: Callable[[Weight], Weight] = as_read,
     ) -> None:
-        """`group` is the devices that share the layers, if there are several; they read at the same time."""
+        """`group` is the devices that share the layers, if there are several; they read at the same time.
+
+        `form` gives each quantized weight the form in which it stays.
+        """
         names = decoder.names
         self._decoder, self._shard, self._group = decoder, shard, group
-        self._source, self._device, self._dtype = source, device, dtype
+        self._source, self._device, self._dtype, self._form = source, device, dtype, form
         self.nbytes = 0
         """Bytes of all weights read so far."""
         self.no_norm = self._empty(0)
@@ -303,7 +312,10 @@ class WeightReader:
         None for other weights, and for parts along dimension 1 that are not of one 4-bit format.
         """
         weight = self._packed_rows(names, pieces) if dim == 0 else self._packed_columns(names, pieces)
-        self.nbytes += 0 if weight is None else weight.nbytes
+        if weight is None:
+            return None
+        weight = self._form(weight)
+        self.nbytes += weight.nbytes
         return weight
 
     def _order(self, name: str) -> torch.Tensor | None:
@@ -334,7 +346,7 @@ class WeightReader:
         found = [self._source.packed((name,), (piece,), self._device, self._dtype) for name, piece in parts]
         return side_by_side([each for each in found if isinstance(each, Int4Weight)], len(found))
 
-    def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0) -> Fp8Weight:
+    def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0) -> Weight:
         """One FP8 weight with all parts along a dimension.
 
         Each scale covers a whole row, even if devices share its columns.
@@ -345,7 +357,7 @@ class WeightReader:
         maxima = row_maxima(whole)
         if self._group is not None and pieces[0].shape[1] < pieces[0].whole[1]:
             maxima = self._group.gather(maxima).amax(0)
-        weight = quantize(whole, maxima)
+        weight = self._form(quantize(whole, maxima))
         self.nbytes += weight.nbytes
         return weight
 

@@ -75,6 +75,7 @@ def load(
     rank: int = 0,
     group: Group | None = None,
     invariant: bool = False,
+    ranks: int = 1,
 ) -> Model:
     """Load a Hugging Face checkpoint directory as a model with its weights on `device`.
 
@@ -85,7 +86,7 @@ def load(
 
     If several ranks share the model by `layout`, the result is the part of `rank`, and only that part of the weights is
     read. With tp above 1, `group` is the devices that share its layers. `invariant`: the bits of a token's results must
-    depend on the tokens before it alone (`same_bits`).
+    depend on the tokens before it alone (`same_bits`), and with `ranks` above 1 not on tp, up to that number.
 
     Raises UnsupportedCheckpoint if the checkpoint is not supported, or `hf.NotPaged` if Transformers' module could run
     on the padded executor. No code of a checkpoint is ever run.
@@ -122,8 +123,8 @@ def load(
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     how = quantization_of(config)
     if invariant:
-        check_same_bits(spec, device=device, dtype=kind, quantized=how is not None or quantization != "none")
-        options |= dict(invariant=True)
+        check_same_bits(spec, device=device, ranks=ranks, stages=layout.pp)
+        options |= dict(invariant=True, ranks=ranks)
     if load_format == "random":
         return make_decoder(spec, random_source(spec, how, device), **options)
     opened = open_files(directory, spec, config, device)

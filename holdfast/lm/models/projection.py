@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed
@@ -43,7 +42,7 @@ class SplitProjection(Projection):
 
     def _product(self, ops: LayerOps, x: Normed, bias: torch.Tensor | None) -> torch.Tensor:
         computed = ops.computed(x)
-        return torch.cat((super()._product(ops, computed, bias), functional.linear(computed, self._tail)), dim=1)
+        return torch.cat((super()._product(ops, computed, bias), ops.linear(computed, self._tail)), dim=1)
 
 
 def with_adapters(

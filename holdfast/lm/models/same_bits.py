@@ -2,66 +2,139 @@
 
 A number's bits depend on the order in which it is added up. Fast kernels choose that order by the number of rows, so
 a batch or a chunk of another size gives other bits. With `CoreConfig.deterministic`, each sum of a token has one order:
-on a CPU that of the library in C (`whole_steps`), on a GPU that of `InvariantLayerOps` and `InvariantAttention`.
+on a CPU that of the library in C (`whole_steps`), or that of a token alone (`one_by_one`); on a GPU that of
+`InvariantLayerOps` and `InvariantAttention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.metadata import version
+from typing import cast
 
 import torch
 
-from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.fp8 import Fp8BlockWeight, Fp8Weight, Weight
+from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.integer.library import LEVELS, step_library
-from holdfast.lm.kernels.integer.step import DTYPES
+from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
+from holdfast.lm.kernels.packed import Form, PackedWeight, packed_nibbles
+from holdfast.lm.kernels.stacked import Rows, StackedWeight
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
-from holdfast.lm.models.layer_weights import LayerWeights
-from holdfast.lm.models.whole_steps import LINEAR, is_plain
+from holdfast.lm.models.whole_steps import is_plain
 
-QUANTIZED = "has quantized weights here, whose kernels depend on the number of tokens"
+PLAIN = "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and Phi 3"
+SLICE = 16
+"""A slice of a sum is a multiple of this many inputs, which tensor cores take at once."""
+HALVES = 2 * TILE
+"""The two halves of a packed gate_up are whole tiles if its outputs are a multiple of this."""
 
 
-def check_same_bits(spec: DecoderSpec, *, device: torch.device, dtype: torch.dtype, quantized: bool) -> None:
-    """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes."""
-    if reason := _reason(spec, device, dtype, quantized):
+def check_same_bits(spec: DecoderSpec, *, device: torch.device, ranks: int = 1, stages: int = 1) -> None:
+    """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes.
+
+    With `ranks` above 1, its bits must be the same for any number of devices that divides them. `stages` share it.
+    """
+    if device.type == "cuda" and (ranks > 1 or stages > 1):
+        given = f"it is for {ranks} ranks" if ranks > 1 else f"pp is {stages}"
+        raise UnsupportedCheckpoint(
+            f"deterministic is on, and {given}: several GPUs have not been shown to give the same bits; use one, or "
+            "leave it out"
+        )
+    if reason := _reason(spec, device):
         raise UnsupportedCheckpoint(f"deterministic is on, and {reason}; leave it out")
+    if ranks > 1 and (reason := _reason_of_ranks(spec, device, ranks)):
+        raise UnsupportedCheckpoint(f"deterministic_ranks is {ranks}, and {reason}")
 
 
-def check_plain_weights(spec: DecoderSpec, layers: Sequence[LayerWeights], head: Weight) -> None:
-    """Raise UnsupportedCheckpoint if some weights are not plain numbers, as those of a GGUF file may be."""
-    weights = (head, *(getattr(layer, name) for layer in layers for name in LINEAR))
-    if not all(isinstance(weight, torch.Tensor) for weight in weights):
-        raise UnsupportedCheckpoint(f"deterministic is on, and {spec.architecture} {QUANTIZED}; leave it out")
+def _reason_of_ranks(spec: DecoderSpec, device: torch.device, ranks: int) -> str:
+    """Why a decoder's bits depend on the number of ranks, up to `ranks`; empty if they do not."""
+    name = spec.architecture
+    if not is_plain(spec):
+        return f"{name} is not among the models whose sums are cut for ranks: {PLAIN}"
+    if device.type == "cpu" and step_library(device) is None:
+        return "it takes the library in C on a CPU with AVX2 or AVX-512, which is not here (docs/installing.md)"
+    for what, number, unit in (
+        ("query heads", spec.num_heads, 1),
+        ("key heads", spec.num_kv_heads, 1),
+        ("inputs of attention's last projection", spec.num_heads * spec.head_dim, SLICE),
+        ("inputs of the MLP's last projection", spec.intermediate_size, SLICE),
+    ):
+        if number % (ranks * unit):
+            multiple = "" if unit == 1 else f" of a multiple of {unit}"
+            return f"{name} has {number} {what}, which have no {ranks} equal parts{multiple}; give a smaller number"
+    return ""
 
 
-def arithmetic_of(device: torch.device) -> str:
-    """Names of the instructions and kernels by which a device computes. Where they are equal, so are the bits."""
+def fixed_form(weight: Weight, *, device: torch.device, dtype: torch.dtype, ranks: int = 1) -> Weight:
+    """A quantized weight in the form whose products have one order of sums.
+
+    On a GPU all formats are read as a `PackedWeight`. On a CPU the library in C reads integers. Other formats become
+    plain numbers there, which take the memory of an unquantized model, and so do all with `ranks` above 1.
+    """
+    if device.type == "cpu" and ranks > 1:
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantized(dtype).t().contiguous().t()
+    if isinstance(weight, StackedWeight):
+        parts = [fixed_form(cast(Weight, part), device=device, dtype=dtype) for part in weight.parts]
+        if device.type == "cuda" or all(isinstance(part, IntegerWeight) for part in parts):
+            return StackedWeight(tuple(cast(list[Rows], parts)))
+    elif device.type == "cuda":
+        return _packed(weight)
+    whole = weight.shape[0] % HALVES == 0  # a stack of integers has whole tiles in all parts but the last, or not
+    if isinstance(weight, torch.Tensor) or (isinstance(weight, IntegerWeight) and whole):
+        return weight
+    return weight.dequantized(dtype).contiguous()
+
+
+def _packed(weight: Weight) -> Weight:
+    """A weight on a GPU as a `PackedWeight`; plain numbers, and formats that only a CPU has, as they are."""
+    if isinstance(weight, Fp8Weight):
+        ones = torch.ones_like(weight.scale)[:, None]
+        return PackedWeight(Form.FP8, weight.data, ones, weight.shape[1], unit=weight.scale)
+    if isinstance(weight, Fp8BlockWeight):
+        return PackedWeight(Form.FP8, weight.data, weight.scale, weight.group, weight.rows)
+    if not isinstance(weight, Int4Weight):
+        return weight
+    chunks = weight.data.view(len(weight.data), -1, weight.half)
+    data = packed_nibbles(torch.stack((chunks & 15, chunks >> 4), 2).view(len(weight.data), -1))
+    scale, group = weight.scale.float(), weight.group
+    low = -weight.zero.float() * scale
+    low = low if weight.added is None else low + weight.added
+    if group & (group - 1) and group < weight.shape[1]:  # a kernel's groups are powers of two
+        scale, low = (each.repeat_interleave(group // weight.half, 1) for each in (scale, low))
+        group = weight.half
+    return PackedWeight(Form.INT4, data, scale, group, low=low)
+
+
+def arithmetic_of(device: torch.device, *, ranks: int, one_by_one: bool) -> str:
+    """Names of the instructions and kernels by which devices compute. Where they are equal, so are the bits.
+
+    `one_by_one`: a CPU computes one token after the other, by PyTorch. `ranks` are those of `check_same_bits`.
+    """
+    return _name_of(device, one_by_one=one_by_one) + f", for {ranks} ranks" * (ranks > 1)
+
+
+def _name_of(device: torch.device, *, one_by_one: bool) -> str:
+    """`arithmetic_of` one device."""
+    if one_by_one:
+        return f"token by token, PyTorch {torch.__version__}, threads {torch.get_num_threads()}"
     if device.type == "cpu":
         library = step_library(device)
-        assert library is not None, "check_same_bits raises without it"
+        assert library is not None, "there are no whole steps without it"
         return LEVELS[library.level]
     return f"{torch.cuda.get_device_name(device)} by Triton {version('triton')}"
 
 
-def _reason(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, quantized: bool) -> str:
+def _reason(spec: DecoderSpec, device: torch.device) -> str:
     """Why a decoder's bits depend on what else a step computes; empty if they do not."""
     name = spec.architecture
-    if spec.experts is not None:
-        return f"{name} is a mixture of experts: how their products are added up depends on the tokens of each expert"
-    if spec.recurrence is not None:
-        return f"{name} has recurrent layers, whose sums depend on where a prompt is cut into chunks"
-    if spec.latent is not None:
-        return f"{name} has latent attention, which splits a context by the size of the batch"
-    if quantized:
-        return f"{name} {QUANTIZED}"
-    if not is_plain(spec):
-        return f"{name} is not among the models that can be: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3"
-    if device.type == "cuda":
+    if device.type == "cpu":
         return ""
-    if dtype not in DTYPES:
-        return f"dtype is {str(dtype).removeprefix('torch.')}: on a CPU it is for float32 and bfloat16"
-    if step_library(device) is None:
-        return "it takes the library in C on a CPU with AVX2 or AVX-512, which is not here (docs/installing.md)"
+    if spec.latent is not None:
+        return f"{name} has latent attention, which splits a context by the size of the batch on a GPU"
+    if not is_plain(spec) and (spec.layer_specs or (spec.experts is None and spec.recurrence is None)):
+        return (
+            f"{name} is not among the models that have been checked on a GPU: {PLAIN}, mixtures of experts, and models "
+            "with recurrent layers"
+        )
     return ""

@@ -16,13 +16,17 @@ from holdfast.lm.kernels.integer.step import (
     DTYPES,
     HEAD_UNIT,
     NORMS,
+    Stacks,
     StepLayer,
     StepSizes,
     StepTokens,
+    TokenAdapters,
     WholeSteps,
 )
 from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
 from holdfast.lm.kernels.linear.layers import LayerShape
+from holdfast.lm.kernels.lora.protocol import LayerStacks, StepAdapters
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
@@ -113,6 +117,8 @@ class DecoderSteps:
         """Whether all steps are computed so. The bits of a token's results then depend on the tokens before it alone:
         the library adds up each number in one order, whatever the step's tokens."""
         self._dtype, self._layers = shapes[0].dtype, len(layers)
+        self._stacks: tuple[tuple[LayerStacks, ...], tuple[Stacks, ...]] = (), ()
+        """The adapters of the last step that had some, by layers, and as the library takes them."""
         sizes = StepSizes(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
@@ -155,6 +161,7 @@ class DecoderSteps:
     def normed(self, stream: torch.Tensor, step: StepInput) -> torch.Tensor:
         """The final norm's output [R, hidden] in float32, of which `head` gives the logits."""
         tokens = self._tokens(step)
+        adapters = tokens.adapters
         if len(stream) <= MOST_TOKENS:
             return self._steps.normed(stream, tokens)
         wanted = np.arange(len(stream)) if step.sample_at is None else step.sample_at.numpy()
@@ -173,6 +180,7 @@ class DecoderSteps:
                 positions=tokens.positions[at],
                 slots=tokens.slots[at],
                 rows=tokens.rows[now],
+                adapters=None if adapters is None else replace(adapters, slots=adapters.slots[now]),
                 sample_at=torch.from_numpy(place[here] - first),
                 taps=taps,
             )
@@ -198,7 +206,17 @@ class DecoderSteps:
             sample_at=step.sample_at,
             taps=None if step.taps is None else step.taps.into[: len(step.ids)],
             tap_layers=() if step.taps is None else step.taps.layers,
+            adapters=None if step.adapters is None else self._adapters_of(step.adapters),
         )
+
+    def _adapters_of(self, adapters: StepAdapters) -> TokenAdapters:
+        """The adapters of a step as the library takes them."""
+        assert isinstance(adapters.tokens, TorchLora)
+        known, stacks = self._stacks
+        if known is not adapters.layers:
+            stacks = tuple((each.qkv, each.o, each.gate_up, each.down) for each in adapters.layers)
+            self._stacks = adapters.layers, stacks
+        return TokenAdapters(stacks, adapters.tokens.slots)
 
 
 def _layer(layer: LayerWeights, window: int | None, rotation: int) -> StepLayer:

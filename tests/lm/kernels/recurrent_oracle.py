@@ -291,3 +291,26 @@ def assert_close(case: LayerCase, backend: Recurrence[Any], metadata: Any = None
     moved = case.segments.row[~case.segments.verifies]
     idle = [slot for slot in range(len(before)) if slot not in moved]
     assert torch.equal(case.state[idle], before[idle])
+
+
+def check_same_bits(backend: Recurrence[Any], whole: LayerCase, lengths: tuple[int, ...]) -> None:
+    """Raise AssertionError unless the one sequence of a case has the same bits in pieces of these lengths.
+
+    Next to every second piece, slot 0 computes the same tokens.
+    """
+    state, start, total = whole.state.clone(), 0, whole.segments.num_tokens
+    of_tokens = [
+        field.name
+        for field in fields(whole)
+        if isinstance(tensor := getattr(whole, field.name), torch.Tensor) and len(tensor) == total
+    ]
+    (slot,) = whole.segments.row.tolist()
+    wanted = whole.run(backend)
+    for number, length in enumerate(lengths):
+        piece = whole.part(start, start + length, state)
+        if number % 2:
+            twice: dict[str, Any] = {name: torch.cat((getattr(piece, name),) * 2) for name in of_tokens}
+            piece = replace(piece, segments=segments_of([length] * 2, [slot, 0]), **twice)
+        assert torch.equal(piece.run(backend)[:length], wanted[start : start + length]), (number, length)
+        start += length
+    assert torch.equal(state[slot], whole.state[slot])

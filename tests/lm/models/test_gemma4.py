@@ -6,21 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.lm.kernels.attention.backends import attention_of_layers
-from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.cache.kv_cache import KVCache, KVShape
-from holdfast.lm.models.base import MisfitCheckpoint, NotNative, StepInput, UnsupportedCheckpoint
+from holdfast.lm.kernels.cache.kv_cache import KVShape
+from holdfast.lm.models.base import MisfitCheckpoint, NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.gemma4_decoder import Gemma4Decoder
 from holdfast.lm.models.loader import load, native_spec, stored_names
 from tests.checkpoints import GEMMA_4, GEMMA_4_DENSE, GEMMA_4_MIXTURE, VOCAB, make
 from tests.lm.execution.test_parity import run
 from tests.lm.execution.test_variants import case_of
+from tests.lm.models.cut_prompts import logits_of
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 ROPES = {
@@ -75,27 +73,6 @@ def shapes_of(spec: DecoderSpec) -> list[KVShape]:
     """The sizes of keys and values, of the layers that have their own."""
     own = [each for each in spec.layer_specs if each.kv_source is None]
     return [KVShape(each.num_kv_heads, each.head_dim, each.head_dim) for each in own]
-
-
-def logits_of(model: Gemma4Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """The logits [T, V] of token ids [T], computed in one step."""
-    spec, count = model.spec, len(ids)
-    cache = KVCache.allocate_layers(spec.kv_shapes, num_blocks=1, block_size=count, dtype=spec.dtype, device="cpu")
-    attention = attention_of_layers("cpu", spec.kv_shapes, num_heads=spec.num_heads, block_size=count)
-    segments = Segments(*(np.array(numbers, np.int32) for numbers in ([0, count], [count], [0])))
-    positions = torch.arange(count)
-    step = StepInput(
-        ids,
-        positions,
-        None,
-        positions,
-        torch.zeros(1, 1, dtype=torch.int32),
-        [cache.layer(layer) for layer in range(spec.num_layers)],
-        attention,
-        attention.make_metadata(segments),
-    )
-    with torch.inference_mode():
-        return model.forward(step)
 
 
 @pytest.mark.parametrize("differences", [{}, GEMMA_4_DENSE, GEMMA_4_MIXTURE], ids=["e2b", "dense", "mixture"])

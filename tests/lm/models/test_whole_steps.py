@@ -13,13 +13,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.integer.weight import IntegerWeight
+from holdfast.lm.kernels.lora.groups import groups_of
+from holdfast.lm.kernels.lora.protocol import StepAdapters
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.packed import Form, PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
+from holdfast.lm.models.adapted import adapted_modules
+from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput, StreamTaps
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
@@ -34,9 +40,11 @@ from holdfast.lm.models.whole_steps import (
     is_known,
     is_plain,
 )
+from tests.adapters import drawn
 from tests.checkpoints import make
 from tests.compiled import integer_library
 from tests.gguf_files import write_gguf
+from tests.ranks import Rank, in_ranks
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 4, 40
@@ -49,15 +57,28 @@ def segments(*spans: tuple[int, int, int]) -> Segments:
     return Segments(np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int32), stops, rows)
 
 
-def step_of(model: Decoder, *spans: tuple[int, int, int], backend: Any = "auto", **changes: Any) -> StepInput:
-    """A step with tokens of these rows and positions, on a cache of drawn numbers."""
+def step_of(
+    model: Decoder,
+    *spans: tuple[int, int, int],
+    backend: Any = "auto",
+    local: int = 0,
+    devices: int = 1,
+    **changes: Any,
+) -> StepInput:
+    """A step with tokens of these rows and positions, on a cache of drawn numbers.
+
+    The cache has the heads of device `local` among the `devices` that share the layers.
+    """
     spec, batch = model.spec, segments(*spans)
     draw = torch.Generator().manual_seed(7)
     rows = torch.from_numpy(np.repeat(batch.row, batch.query_length)).long()
     positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
     sizes: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=BLOCK)
     cache = KVCache.allocate(layers=spec.num_layers, num_blocks=BLOCKS, dtype=spec.dtype, device=CPU, **sizes)
-    cache.data.copy_(torch.randn(cache.data.shape, generator=draw))
+    for each in (numbers for layer in range(spec.num_layers) for numbers in cache.layer(layer)):
+        *blocks, heads, dim = each.shape
+        whole = torch.randn(*blocks, heads * devices, dim, generator=draw)
+        each.copy_(whole[:, :, local * heads : (local + 1) * heads])
     attention = attention_for(CPU, num_heads=spec.num_heads, backend=backend, **sizes)
     usual: dict[str, Any] = dict(
         ids=torch.randint(0, spec.vocab_size, (len(rows),), generator=draw),
@@ -174,17 +195,23 @@ def test_integers_are_read_as_whole_tiles_and_other_packed_weights_are_not() -> 
         assert has_known_weights(cast(LayerWeights, layer)) is known
 
 
+def gguf(place: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> Path:
+    """The directory of a Llama in a GGUF file of this kind of numbers."""
+    make(place / "plain", "Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    path = place / "model.gguf"
+    write_gguf(path, place / "plain", "llama", kind=kind)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    directory = gguf_cache() / path.name
+    directory.mkdir(parents=True)
+    write(path, directory)
+    return directory
+
+
 def test_a_model_of_integers_has_whole_steps_as_near_to_float32_as_pytorchs(
     with_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Both round activations to 8 bits. PyTorch also rounds them to bfloat16 between operations."""
-    make(tmp_path / "plain", "Llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    path = tmp_path / "model.gguf"
-    write_gguf(path, tmp_path / "plain", "llama", kind="Q8_0")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory = gguf_cache() / path.name
-    directory.mkdir(parents=True)
-    write(path, directory)
+    directory = gguf(tmp_path, monkeypatch, "Q8_0")
     model = load(directory, device="cpu", dtype="bfloat16")
     assert isinstance(model, Decoder) and isinstance(model.layers[0].down, IntegerWeight)
     exact = load(directory, device="cpu")
@@ -233,8 +260,38 @@ def part_of(step: StepInput, at: torch.Tensor, batch: Segments, **changes: Any) 
     return replace(step, **own, metadata=step.attention.make_metadata(batch), **changes)
 
 
-def in_random_steps(model: Decoder, whole: StepInput, draw: random.Random) -> torch.Tensor:
-    """The logits of all tokens of a step, computed in steps of random segments, in a random order within a step."""
+SLOT_OF_ROW = (1, -1, 0, 1)
+"""The slot of each row's adapter; -1: it has none."""
+
+
+def adapters_of(slots: AdapterSlots, of_tokens: torch.Tensor, sample_at: torch.Tensor | None = None) -> StepAdapters:
+    """The adapters of a step whose tokens have these slots."""
+    tokens, rows = (
+        TorchLora(groups_of(each.numpy()), CPU)
+        for each in (of_tokens, of_tokens if sample_at is None else of_tokens[sample_at])
+    )
+    return StepAdapters(slots.layers, tokens, rows)
+
+
+def filled_slots(model: Decoder, *, max_rank: int = 12) -> AdapterSlots:
+    """Two adapters of other ranks, the second one of some modules only."""
+    slots = AdapterSlots(adapted_modules(model.decoder), slots=2, max_rank=max_rank, dtype=model.spec.dtype, device=CPU)
+    modules = tuple(adapted_modules(model.decoder).modules)
+    for slot, (rank, own) in enumerate(((max_rank, ()), (5, (modules[0], modules[2], modules[-1])))):
+        weights = drawn(model.decoder, rank, seed=slot, modules=own, scale=1.5 + slot)
+        slots.write(slot, slots.pack(weights, model.layers, pinned=False))
+    return slots
+
+
+def in_random_steps(
+    model: Decoder, whole: StepInput, draw: random.Random, slots: AdapterSlots | None = None
+) -> torch.Tensor:
+    """The logits of all tokens of a step, computed in steps of random segments, in a random order within a step.
+
+    With `slots`, tokens have the adapters of SLOT_OF_ROW. The caches lose what an earlier step wrote.
+    """
+    for each in (each for layer in whole.caches for each in layer):
+        each.zero_()
     starts, done = np.cumsum([0, *LENGTHS]), [0] * len(LENGTHS)
     found = torch.empty(sum(LENGTHS), model.spec.vocab_size, dtype=model.spec.dtype)
     while left := [row for row, length in enumerate(LENGTHS) if done[row] < length]:
@@ -245,7 +302,11 @@ def in_random_steps(model: Decoder, whole: StepInput, draw: random.Random) -> to
             spans += [span for span in ((row, begin, cut), (row, cut, end)) if span[1] < span[2]]
         draw.shuffle(spans)  # a segment may come before another one whose keys it reads
         at = torch.cat([torch.arange(starts[row] + begin, starts[row] + end) for row, begin, end in spans])
-        step = part_of(whole, at, segments(*spans))
+        changes: dict[str, Any] = {}
+        if slots is not None:
+            of_tokens = torch.cat([torch.full((end - begin,), SLOT_OF_ROW[row]) for row, begin, end in spans])
+            changes["adapters"] = None if bool((of_tokens < 0).all()) else adapters_of(slots, of_tokens)
+        step = part_of(whole, at, segments(*spans), **changes)
         found[at] = model.logits(model.hidden(step)) if draw.random() < 0.3 else model.forward(step)
     return found
 
@@ -265,20 +326,160 @@ def test_an_invariant_model_gives_a_token_the_same_bits_in_any_step(
     model = loaded(tmp_path, family, invariant=True, **config)
     assert model.spec.arithmetic.startswith("AVX")
     whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
-    caches = [each.clone() for layer in whole.caches for each in layer]
+    caches = [each for layer in whole.caches for each in layer]
+    for each in caches:
+        each.zero_()
     with torch.inference_mode():
         wanted = model.forward(whole)  # more tokens than the library computes in one call
-        written = [each.clone() for layer in whole.caches for each in layer]
+        written = [each.clone() for each in caches]
         for seed in range(8):
-            for each, before in zip([each for layer in whole.caches for each in layer], caches, strict=True):
-                each.copy_(before)
             assert torch.equal(in_random_steps(model, whole, random.Random(seed)), wanted)
-            assert all(map(torch.equal, written, [each for layer in whole.caches for each in layer]))
+            assert all(map(torch.equal, written, caches))
         some = torch.tensor([3, 70, 64, 109])
         assert torch.equal(model.forward(replace(whole, sample_at=some)), wanted[some])
     plain = loaded(tmp_path, family, **config)
     with torch.inference_mode():
         assert (plain.forward(whole).float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "adapted"),
+    [
+        ("Mixtral", {}, False),
+        ("Qwen3Moe", {"dtype": "bfloat16"}, False),
+        ("GptOss", {}, False),
+        ("Olmo2", {}, True),
+        ("Llama", {"head_dim": 12}, True),
+        ("Llama", {"dtype": "float16"}, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_decoders_and_types_that_the_library_lacks_are_computed_token_by_token(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any], adapted: bool
+) -> None:
+    """Each token has the same bits in any step. They are near those of a model that computes all tokens together."""
+    model = loaded(tmp_path, family, invariant=True, **config)
+    assert model.spec.arithmetic.startswith("token by token, PyTorch ") and model.whole_steps is None
+    slots = filled_slots(model) if adapted else None
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    of_tokens = torch.repeat_interleave(torch.tensor(SLOT_OF_ROW), torch.tensor(LENGTHS))
+    step = replace(whole, adapters=None if slots is None else adapters_of(slots, of_tokens))
+    with torch.inference_mode():
+        wanted = model.forward(step)
+        for seed in range(2):
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
+        some = torch.tensor([3, 70, 64, 109])
+        if slots is not None:
+            step = replace(step, adapters=adapters_of(slots, of_tokens, some))
+        assert torch.equal(model.forward(replace(step, sample_at=some)), wanted[some])
+        assert model.forward(replace(step, sample_at=some[:0])).shape == (0, model.spec.vocab_size)
+        plain = loaded(tmp_path, family, **config)
+        attention = step_of(plain, *SPANS, backend="torch").attention
+        together = plain.forward(replace(step, sample_at=some, attention=attention)).float()
+    near = 0.05 if "dtype" in config else 1e-4
+    assert (together - wanted[some].float()).norm() < near * wanted[some].float().norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("Llama", {"attention_bias": True, "mlp_bias": True}), ("Phi3", {}), ("Gemma2", {"dtype": "bfloat16"})],
+    ids=["Llama", "Phi3", "Gemma2"],
+)
+def test_an_adapters_token_has_the_same_bits_in_any_step_and_a_token_without_one_those_of_the_model(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """The sequences of a step have one adapter, another one, and none. Adapters of float32 are near PyTorch's."""
+    model = loaded(tmp_path, family, invariant=True, **config)
+    slots = filled_slots(model)
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    of_tokens = torch.repeat_interleave(torch.tensor(SLOT_OF_ROW), torch.tensor(LENGTHS))
+    adapted = replace(whole, adapters=adapters_of(slots, of_tokens))
+    with torch.inference_mode():
+        base, wanted = model.forward(whole), model.forward(adapted)
+        without = of_tokens < 0
+        assert torch.equal(wanted[without], base[without]) and not torch.equal(wanted[~without], base[~without])
+        for seed in range(5):
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
+        plain = loaded(tmp_path, family, **config)
+        oracle = plain.forward(replace(adapted, attention=step_of(plain, *SPANS, backend="torch").attention))
+    near = 0.03 if "dtype" in config else 2e-5
+    assert (oracle.float() - wanted.float()).norm() < near * wanted.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("Llama", {"attention_bias": True}), ("Qwen3", {"dtype": "bfloat16"}), ("Gemma2", {"sliding_window": 6})],
+    ids=["Llama", "Qwen3", "Gemma2"],
+)
+def test_any_number_of_ranks_gives_a_token_the_same_bits(
+    with_library: None, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """Sums are cut for four ranks. Each of them has its own columns of the logits."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 128}
+    kind = {"dtype": config.pop("dtype", "float32")}
+    make(tmp_path, family, **sizes, **config)
+    spans = ((0, 0, 9), (1, 0, 20), (2, 0, 2))
+
+    def logits(tp: int, *, alone: bool = False) -> torch.Tensor:
+        """The logits of all tokens, or of those of the second span in a step of their own."""
+
+        def of_rank(rank: Rank) -> torch.Tensor:
+            options: dict[str, Any] = dict(layout=Layout(tp=tp), rank=rank.rank, group=rank.group())
+            model = load(tmp_path, device="cpu", invariant=True, ranks=4, **kind, **options)
+            assert isinstance(model, Decoder) and model.spec.arithmetic.endswith(", for 4 ranks")
+            step = step_of(model, *spans, local=rank.rank, devices=tp)
+            if alone:
+                step = part_of(step, torch.arange(9, 29), segments(spans[1]))
+            with torch.inference_mode():
+                return model.forward(step)
+
+        return torch.cat(in_ranks(Layout(tp=tp), of_rank), 1)
+
+    wanted = logits(1)
+    for tp in (2, 4):
+        assert torch.equal(logits(tp), wanted), tp
+    assert torch.equal(logits(2, alone=True), wanted[9:29])
+    with torch.inference_mode():
+        plain = load(tmp_path, device="cpu", **kind)
+        assert isinstance(plain, Decoder)
+        together = plain.forward(step_of(plain, *spans, backend="torch")).float()
+    near = 1e-5 if kind["dtype"] == "float32" else 0.02
+    assert (together - wanted.float()).norm() < near * together.norm()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Q4_0", "bfloat16"), ("Q8_0", "bfloat16"), ("Q8_0", "float32")])
+def test_packed_weights_give_a_token_the_same_bits_in_any_step(
+    with_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    """The library multiplies integers in bfloat16. In float32 the weights are plain numbers. Both have adapters."""
+    model = load(gguf(tmp_path, monkeypatch, kind), device="cpu", dtype=dtype, invariant=True)
+    assert isinstance(model, Decoder)
+    assert isinstance(model.layers[0].down, IntegerWeight if dtype == "bfloat16" else torch.Tensor)
+    slots = filled_slots(model)
+    whole = step_of(model, *((row, 0, length) for row, length in enumerate(LENGTHS)))
+    of_tokens = torch.repeat_interleave(torch.tensor(SLOT_OF_ROW), torch.tensor(LENGTHS))
+    with torch.inference_mode():
+        wanted = model.forward(replace(whole, adapters=adapters_of(slots, of_tokens)))
+        for seed in range(4):
+            assert torch.equal(in_random_steps(model, whole, random.Random(seed), slots), wanted)
+
+
+def test_adapters_that_do_not_fit_the_library_are_refused(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama", invariant=True)
+    slots, of_tokens = filled_slots(model), torch.tensor([0, -1, 1, 0, 0, 0])
+    step = step_of(model, *SPANS)
+
+    def refused(adapters: StepAdapters, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            model.forward(replace(step, adapters=adapters))
+
+    refused(adapters_of(slots, of_tokens + 1), "a slot, block, position or row of the step does not exist")
+    refused(adapters_of(slots, of_tokens[:5]), "5 slots of adapters do not fit a step of 6 tokens")
+    refused(replace(adapters_of(slots, of_tokens), layers=slots.layers[:1]), "adapters of 1 layers of 2")
+    scaled = AdapterSlots(
+        adapted_modules(model.decoder), slots=2, max_rank=4, dtype=torch.float32, device=CPU, dora=True
+    )
+    refused(adapters_of(scaled, of_tokens), "or have gains")
 
 
 def test_a_step_in_several_calls_computes_shared_blocks_before_they_are_read(

@@ -99,6 +99,19 @@ struct decoder {
     float eps, scale, softcap;  /* softcap: 0 for none */
 };
 
+/* LoRA adapters of a projection by slot. Slot s adds scale * B A x to each part of the outputs. Strides are numbers. */
+struct adapted {
+    const void *a;             /* [slots, parts, ranks, inputs], float32, or bfloat16 if `half` */
+    const void *b;             /* [slots, ranks, outputs], likewise */
+    const int32_t *rank;       /* [slots, parts]: rows of A and B that are read */
+    const float *scale;        /* [slots, parts] */
+    int64_t slot_stride, part_stride, table_stride;  /* of a and b between slots; of a between parts; of the tables */
+    int64_t parts, ranks, inputs, outputs;
+    int64_t ends[4];           /* the end of each part among the outputs */
+};
+
+enum { QKV, O, GATE_UP, DOWN, PROJECTIONS };
+
 struct step {
     const void *stream;        /* [rows, hidden]: the embeddings */
     const int64_t *positions, *slots, *table_rows;  /* [rows] */
@@ -109,10 +122,14 @@ struct step {
     float *normed;             /* [samples, hidden]: the final norm's output, which the head reads; or NULL */
     void *taps;                /* [rows, tap_count, hidden]: the stream as it enters some layers; NULL: not wanted */
     const int64_t *tap_layers; /* [tap_count]: these layers, ascending */
+    const struct adapted *adapted;  /* [layers][PROJECTIONS]; NULL: no row has an adapter */
+    const int64_t *adapter_of; /* [rows]: the slot of each row's adapter, -1 for none */
     void *scratch;             /* holdfast_step_bytes of bytes, at a multiple of 64 */
     int64_t rows, samples, blocks, block_size, table_count, table_width;
     int64_t longest;           /* one more than the largest position */
     int64_t tap_count;
+    int64_t wide;              /* whether logits are float32 whatever the weights are */
+    int64_t adapter_slots, low_width;  /* slots of `adapted`; the largest parts * ranks of `adapted` */
 };
 
 struct step_kernels {

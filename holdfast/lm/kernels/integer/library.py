@@ -18,6 +18,8 @@ LEVELS = ("plain C", "AVX2", "AVX-512 VNNI")
 """Instructions that the library has code for, by its numbers for them."""
 TYPES = (torch.float32, torch.bfloat16)
 """Types of activations and of results."""
+STEP_SIZE = 200
+"""Bytes of `struct step` of integer.h. A library in which they differ is of other sources."""
 OUT_OF_MEMORY = 2
 LINE = 64
 """Bytes of a line of the CPU's caches."""
@@ -231,7 +233,10 @@ def open_library(file: Path) -> Library | None:
         found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
         found.holdfast_rotate.argtypes = (pointer, size, size, *how)
         found.holdfast_step_bytes.argtypes, found.holdfast_step_bytes.restype = (pointer, pointer, number), size
+        found.holdfast_step_size.argtypes, found.holdfast_step_size.restype = (), size
         found.holdfast_step.argtypes = found.holdfast_head.argtypes = (pointer, pointer, *how)
+        if found.holdfast_step_size() != STEP_SIZE:
+            return None
     except (OSError, AttributeError):
         return None
     return Library(found, ctypes.cast(parallel, pointer), found.holdfast_level())

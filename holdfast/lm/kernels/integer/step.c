@@ -27,7 +27,7 @@ struct phase {
 };
 
 struct place {  /* activations in float32, in the scratch memory; rows are PAD apart, so that they differ in cache sets */
-    float *stream, *x, *qkv, *attended, *added, *inner, *turns, *own;
+    float *stream, *x, *qkv, *attended, *added, *inner, *turns, *low, *own;
     void *rounded;              /* what the current product reads, in 8 bits */
     int64_t own_size;           /* numbers of each thread's own part */
     struct phase *phases;
@@ -50,7 +50,8 @@ struct member {
     bool has_piece;
 };
 
-enum { PHASES_OF_LAYER = 12, OTHER_PHASES = 4 };  /* with the rounding before each product */
+/* With the rounding before each product, and the first half of its adapters. */
+enum { PHASES_OF_LAYER = 12 + PROJECTIONS, OTHER_PHASES = 4 };
 
 static int64_t stride_of(int64_t width) { return (width + PAD - 1) / PAD * PAD + PAD; }
 
@@ -65,7 +66,7 @@ static int64_t most_inputs(const struct decoder *d)
 static int64_t own_size(const struct decoder *d, const struct step *s)
 {
     const int64_t scores = d->heads / d->kv_heads * s->longest, columns = 2 * s->rows * MOST_COLUMNS;
-    return ((scores > columns ? scores : columns) + PAD - 1) / PAD * PAD;
+    return ((scores > columns ? scores : columns) + PAD - 1) / PAD * PAD + MOST_COLUMNS;  /* the last for adapters */
 }
 
 static int64_t phases_of(const struct decoder *d) { return d->count * PHASES_OF_LAYER + OTHER_PHASES; }
@@ -76,9 +77,9 @@ static int64_t divide(const struct decoder *d, const struct step *s, int threads
     int64_t used = 0;
     float *base = s->scratch;
     const int64_t hidden = stride_of(d->hidden), widths[] = {hidden, hidden, stride_of(widest(d)),
-        stride_of(d->heads * d->dim), hidden, stride_of(d->inner), stride_of(2 * d->dim)};
-    float **parts[] = {&at->stream, &at->x, &at->qkv, &at->attended, &at->added, &at->inner, &at->turns};
-    for (int i = 0; i < 7; i++) {
+        stride_of(d->heads * d->dim), hidden, stride_of(d->inner), stride_of(2 * d->dim), stride_of(s->low_width)};
+    float **parts[] = {&at->stream, &at->x, &at->qkv, &at->attended, &at->added, &at->inner, &at->turns, &at->low};
+    for (int i = 0; i < 8; i++) {
         *parts[i] = base + used;
         used += s->rows * widths[i];
     }
@@ -205,29 +206,89 @@ static void multiply(const struct team *t, const struct projection *projection, 
     }
 }
 
-static void product(struct member *m, const struct projection *projection, const float *x, int64_t x_stride, float *out,
-                    int64_t out_stride)
+/* The adapters of a projection of a layer; NULL if no row of the step has one there. */
+static const struct adapted *adapted_at(const struct team *t, int64_t layer, int64_t which)
+{
+    const struct adapted *found = t->s->adapted ? t->s->adapted + layer * PROJECTIONS + which : NULL;
+    return found && found->a ? found : NULL;
+}
+
+/* Number `at` of a tensor of adapters. */
+static const void *number_at(const struct team *t, const void *data, int64_t at)
+{
+    return (const char *)data + at * (t->d->half ? 2 : 4);
+}
+
+/* scale * A x of each row's adapter, to `low`. A row is computed by itself, so its sums do not depend on others. */
+static void shrink(struct member *m, const struct adapted *own, const float *x, int64_t x_stride)
 {
     const struct team *t = m->team;
-    const struct rounded rounded = rounded_for(m, projection, x, x_stride, t->s->rows);
-    const int64_t outputs = projection->outputs, columns = columns_of(t, outputs);
-    for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
-        const int64_t first = piece * columns, rest = outputs - first;
-        multiply(t, projection, first, rest < columns ? rest : columns, x, x_stride, &rounded, out + first, out_stride);
+    for (int64_t row; own && (row = next_piece(m, t->s->rows)) >= 0;) {
+        const int64_t slot = t->s->adapter_of[row];
+        for (int64_t part = 0; slot >= 0 && part < own->parts; part++) {
+            const int64_t table = slot * own->table_stride + part, rank = own->rank[table];
+            const void *numbers = number_at(t, own->a, slot * own->slot_stride + part * own->part_stride);
+            const struct matrix a = {.data = numbers, .outputs = own->ranks, .inputs = own->inputs, .by_rows = 1};
+            float *low = t->at.low + row * stride_of(t->s->low_width) + part * own->ranks;
+            t->kernels->step.multiply(&a, t->d->half, 0, rank, x + row * x_stride, x_stride, 1, low, rank);
+            for (int64_t i = 0; i < rank; i++)
+                low[i] *= own->scale[table];
+        }
     }
 }
 
-static void gated_product(struct member *m, const struct projection *projection)
+/* out [rows, columns] += B times `low` of each row's adapter, for some outputs of a projection. */
+static void expand(const struct member *m, const struct adapted *own, int64_t first, int64_t columns, float *out,
+                   int64_t out_stride)
+{
+    const struct team *t = m->team;
+    float *between = m->own + t->at.own_size - MOST_COLUMNS;
+    for (int64_t row = 0; own && row < t->s->rows; row++) {
+        const int64_t slot = t->s->adapter_of[row];
+        for (int64_t part = 0; slot >= 0 && part < own->parts; part++) {
+            const int64_t rank = own->rank[slot * own->table_stride + part], begin = part ? own->ends[part - 1] : 0;
+            const int64_t from = first > begin ? first : begin, end = own->ends[part];
+            const int64_t to = first + columns < end ? first + columns : end;
+            if (!rank || from >= to)
+                continue;
+            const struct matrix b = {
+                .data = number_at(t, own->b, slot * own->slot_stride), .outputs = own->outputs, .inputs = rank};
+            const float *low = t->at.low + row * stride_of(t->s->low_width) + part * own->ranks;
+            t->kernels->step.multiply(&b, t->d->half, from, to - from, low, rank, 1, between, to - from);
+            for (int64_t i = from; i < to; i++)
+                out[row * out_stride + i - first] += between[i - from];
+        }
+    }
+}
+
+static void product(struct member *m, const struct projection *projection, const struct adapted *adapted,
+                    const float *x, int64_t x_stride, float *out, int64_t out_stride)
+{
+    const struct team *t = m->team;
+    const struct rounded rounded = rounded_for(m, projection, x, x_stride, t->s->rows);
+    shrink(m, adapted, x, x_stride);
+    const int64_t outputs = projection->outputs, columns = columns_of(t, outputs);
+    for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
+        const int64_t first = piece * columns, rest = outputs - first, width = rest < columns ? rest : columns;
+        multiply(t, projection, first, width, x, x_stride, &rounded, out + first, out_stride);
+        expand(m, adapted, first, width, out + first, out_stride);
+    }
+}
+
+static void gated_product(struct member *m, const struct projection *projection, const struct adapted *adapted)
 {
     const struct team *t = m->team;
     const int64_t inner = t->d->inner, columns = columns_of(t, inner), count = (inner + columns - 1) / columns;
     const int64_t x_stride = stride_of(t->d->hidden), stride = stride_of(inner), rows = t->s->rows;
     const struct rounded rounded = rounded_for(m, projection, t->at.x, x_stride, rows);
+    shrink(m, adapted, t->at.x, x_stride);
     for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
         const int64_t first = piece * columns, width = inner - first < columns ? inner - first : columns;
         float *gate = m->own, *up = m->own + rows * width;
         multiply(t, projection, first, width, t->at.x, x_stride, &rounded, gate, width);
         multiply(t, projection, inner + first, width, t->at.x, x_stride, &rounded, up, width);
+        expand(m, adapted, first, width, gate, width);
+        expand(m, adapted, inner + first, width, up, width);
         for (int64_t row = 0; row < rows; row++)
             t->kernels->step.gate(t->d->activation, gate + row * width, up + row * width, width,
                                   t->at.inner + row * stride + first);
@@ -370,9 +431,10 @@ static void head(struct member *m, const float *x, int64_t stride)
     const struct rounded rounded = rounded_for(m, &d->head, x, stride, s->samples);
     for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
         const int64_t first = piece * columns, width = outputs - first < columns ? outputs - first : columns;
-        float *out = d->half ? m->own : (float *)s->logits + first;
-        multiply(t, &d->head, first, width, x, stride, &rounded, out, d->half ? width : outputs);
-        for (int64_t row = 0; d->half && row < s->samples; row++)
+        const bool narrows = d->half && !s->wide;
+        float *out = narrows ? m->own : (float *)s->logits + first;
+        multiply(t, &d->head, first, width, x, stride, &rounded, out, narrows ? width : outputs);
+        for (int64_t row = 0; narrows && row < s->samples; row++)
             t->kernels->step.narrow(out + row * width, width, (uint16_t *)s->logits + row * outputs + first);
     }
 }
@@ -388,13 +450,13 @@ static void work(void *data)
         const struct layer *layer = d->layers + i;
         add_and_norm(&m, i > 0, i ? layer[-1].mlp_out_norm : NULL, layer->input_norm,
                      tap_of(t->s, i));
-        product(&m, &layer->qkv, t->at.x, hidden, t->at.qkv, stride_of(widest(d)));
+        product(&m, &layer->qkv, adapted_at(t, i, QKV), t->at.x, hidden, t->at.qkv, stride_of(widest(d)));
         rotate(&m, i);
         attend(&m, i);
-        product(&m, &layer->o, t->at.attended, stride_of(d->heads * d->dim), t->at.added, hidden);
+        product(&m, &layer->o, adapted_at(t, i, O), t->at.attended, stride_of(d->heads * d->dim), t->at.added, hidden);
         add_and_norm(&m, true, layer->attention_out_norm, layer->post_norm, -1);
-        gated_product(&m, &layer->gate_up);
-        product(&m, &layer->down, t->at.inner, stride_of(d->inner), t->at.added, hidden);
+        gated_product(&m, &layer->gate_up, adapted_at(t, i, GATE_UP));
+        product(&m, &layer->down, adapted_at(t, i, DOWN), t->at.inner, stride_of(d->inner), t->at.added, hidden);
     }
     if (t->s->samples)
         norm_samples(&m);
@@ -420,6 +482,9 @@ static void divide_and_run(void (*task)(void *), struct team *team, run_parallel
         task(team);
 }
 
+/* Bytes of struct step, by which a caller knows a library of other sources. */
+int64_t holdfast_step_size(void) { return sizeof(struct step); }
+
 /* Bytes of scratch memory that a step needs with so many threads. */
 int64_t holdfast_step_bytes(const struct decoder *decoder, const struct step *step, int threads)
 {
@@ -442,6 +507,9 @@ int holdfast_step(const struct decoder *decoder, const struct step *step, run_pa
         if (step->slots[row] < 0 || step->slots[row] >= step->blocks * step->block_size || step->positions[row] < 0 ||
             step->positions[row] >= step->longest || step->positions[row] / step->block_size >= step->table_width ||
             step->table_rows[row] < 0 || step->table_rows[row] >= step->table_count)
+            return 2;
+    for (int64_t row = 0; step->adapted && row < step->rows; row++)
+        if (step->adapter_of[row] < -1 || step->adapter_of[row] >= step->adapter_slots)
             return 2;
     for (int64_t row = 0; step->sample_at && row < step->samples; row++)
         if (step->sample_at[row] < 0 || step->sample_at[row] >= step->rows)

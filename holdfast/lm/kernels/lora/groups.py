@@ -57,24 +57,26 @@ def groups_of(slots: Numbers) -> Groups:
     return Groups(np.roll(order, -first), ordered[changes], np.append(changes, len(ordered)))
 
 
-def tile_size(tokens: int) -> int:
-    """Number of tokens in a tile, for a step of `tokens` tokens."""
-    return SMALL_TILE if tokens <= FEW_TOKENS else LARGE_TILE
+def tile_size(tokens: int, *, fixed: bool = False) -> int:
+    """Number of tokens in a tile, for a step of `tokens` tokens. `fixed`: it is the same in every step."""
+    return SMALL_TILE if fixed or tokens <= FEW_TOKENS else LARGE_TILE
 
 
-def most_tiles(tokens: int, slots: int) -> int:
-    """Largest number of tiles in any step with at most this many tokens and slots.
+def most_tiles(tokens: int, slots: int, *, fixed: bool = False) -> int:
+    """Largest number of tiles in any step with at most this many tokens and slots. `fixed` is that of `tile_size`.
 
     Each group may end with a partial tile.
     """
+    if fixed:
+        return min(tokens, tokens // SMALL_TILE + slots)
     few = min(tokens, FEW_TOKENS)
     small = min(few, few // SMALL_TILE + slots)
     return small if tokens <= FEW_TOKENS else max(small, min(tokens, tokens // LARGE_TILE + slots + 1))
 
 
-def tiles_of(groups: Groups, tokens: int) -> Tiles:
-    """The tiles of a step that is padded to `tokens` tokens. Padding has no adapter."""
-    size = tile_size(tokens)
+def tiles_of(groups: Groups, tokens: int, *, fixed: bool = False) -> Tiles:
+    """The tiles of a step that is padded to `tokens` tokens. Padding has no adapter. `fixed` is that of `tile_size`."""
+    size = tile_size(tokens, fixed=fixed)
     order, slots, starts = groups.order, groups.slots, groups.starts
     if size == LARGE_TILE:
         order = np.append(order, np.arange(len(order), tokens))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options, launch_dependents, wait_for_previous
-from holdfast.lm.kernels.lora.groups import LARGE_TILE, SMALL_TILE, most_tiles, tile_size
+from holdfast.lm.kernels.lora.groups import FEW_TOKENS, LARGE_TILE, SMALL_TILE, most_tiles, tile_size
 from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
@@ -50,6 +50,10 @@ class TiledLora:
     gain: torch.Tensor | None = None  # [tokens] int64: each token's row of `LoraStack.gain`; None: there are no gains
     beside: SideStream | None = None
     """The stream on which a step of few tokens computes adapters, while the layer's own product reads its weights."""
+    fixed: bool = False
+    """Whether tiles have one size in all steps, and sums one order, so that a token's bits do not depend on the step.
+
+    In steps of many tokens this takes longer."""
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`. Both products are accumulated in float32; `low` is rounded to the type of B in between."""
@@ -63,11 +67,11 @@ class TiledLora:
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
         """See `Lora.begin`. With many tokens nothing runs in parallel, because the layer's product fills the GPU."""
         side = self.beside
-        if tile_size(self.tokens) == LARGE_TILE:
+        if tile_size(self.tokens, fixed=self.fixed) == LARGE_TILE:
             halves = stack.ends == (stack.outputs // 2, stack.outputs)
             gated = (lambda gate_up: self._gated_expand(gate_up, self._shrink(x, stack), stack)) if halves else None
             return Finish(lambda added: self.add(added, x, stack), gated)
-        if side is None:
+        if side is None or self.tokens > FEW_TOKENS:
             return Finish(lambda added: self.add(added, x, stack))
         with side.fork():
             low = self._shrink(x, stack)
@@ -83,24 +87,26 @@ class TiledLora:
 
     def _sizes(self, stack: LoraStack) -> tuple[int, int, int]:
         """Number of tokens in a tile, largest number of tiles, and number of ranks that a program computes."""
-        tiles = most_tiles(self.tokens, stack.a.shape[0])
-        return tile_size(self.tokens), tiles, max(16, triton.next_power_of_2(stack.a.shape[2]))
+        tiles = most_tiles(self.tokens, stack.a.shape[0], fixed=self.fixed)
+        return tile_size(self.tokens, fixed=self.fixed), tiles, max(16, triton.next_power_of_2(stack.a.shape[2]))
 
     def _shrink(self, x: torch.Tensor, stack: LoraStack) -> torch.Tensor:
         """A x, [P, T, ranks] in B's dtype, in the order of the tiles' tokens."""
         _, parts, _, inputs = stack.a.shape
         tokens, (tile, tiles, ranks) = self.tokens, self._sizes(stack)
-        pieces = input_pieces(inputs, tokens, parts)
+        pieces = input_pieces(inputs, 1, 1) if self.fixed else input_pieces(inputs, tokens, parts)
+        together = self.fixed and tokens > FEW_TOKENS
+        programs = 1 if together else pieces
         low = x.new_empty(parts, tokens, ranks, dtype=stack.b.dtype)
-        partials = x.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32) if pieces > 1 else low
+        partials = x.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32) if programs > 1 else low
         lists = self.order, self.slot, self.start, self.count, self.used
         block_k = 128 if tile == SMALL_TILE and ranks <= 64 else 64
         length = -(-inputs // (pieces * block_k)) * block_k
-        shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
+        shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * programs))), parts, programs)](
             x, stack.a, stack.rank, low, partials, self.counts, *lists, tokens, inputs, length, tiles,
             x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),
-            TILE=tile, RANKS=ranks, PIECES=pieces, BLOCK_K=block_k, num_warps=2 if tile == SMALL_TILE else 8,
-            **dependent_launch_options(x.device),
+            TILE=tile, RANKS=ranks, PIECES=pieces, TOGETHER=together, BLOCK_K=block_k,
+            num_warps=2 if tile == SMALL_TILE else 8, **dependent_launch_options(x.device),
         )  # fmt: skip
         return low
 
@@ -146,20 +152,20 @@ def input_pieces(inputs: int, tokens: int, parts: int) -> int:
 def shrink_kernel(
     x, a, rank, low, partials, counts, order, tile_slot, tile_start, tile_count, used, tokens, inputs, length,
     most_tiles, x_stride, slot_stride, part_stride, table_stride,
-    TILE: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """low [parts, tokens, RANKS] = x Aᵀ. Program (some tiles, part, piece of the inputs).
 
     `low` has the order of the tiles' tokens. Entries beyond an adapter's rank are 0; if the rank is 0, nothing is
     written. With several pieces, each program writes its sum to `partials` [PIECES, parts, tokens, RANKS] and counts
     itself in `counts` [parts, most_tiles]. The last program adds the pieces in order, so that the result does not
-    depend on which program is last, and sets the count back to 0.
+    depend on which program is last, and sets the count back to 0. With TOGETHER, one program computes all pieces of a
+    tile, and adds them in the same order.
     """
     launch_dependents(DEPENDENT)
     part = tl.program_id(1)
     piece = tl.program_id(2)
-    begin = piece * length
-    end = tl.minimum(inputs, begin + length)
     item = tl.arange(0, TILE)
     at = tl.arange(0, RANKS)
     tiles = tl.load(used).to(tl.int32)
@@ -172,17 +178,15 @@ def shrink_kernel(
         wait_for_previous(DEPENDENT)
         if ranks > 0:
             a_at = a + slot * slot_stride + part * part_stride + at[None, :].to(tl.int64) * inputs
-            acc = tl.zeros([TILE, RANKS], tl.float32)
-            for first in tl.range(begin, end, BLOCK_K, num_stages=3):
-                k = first + tl.arange(0, BLOCK_K)
-                inside = k < end
-                values = tl.load(
-                    x + token[:, None] * x_stride + k[None, :], mask=held[:, None] & inside[None, :], other=0.0
-                )
-                weights = tl.load(a_at + k[:, None], mask=(at < ranks)[None, :] & inside[:, None], other=0.0)
-                acc = tl.dot(values, weights, acc, input_precision="ieee")
+            x_at = x + token[:, None] * x_stride
+            if TOGETHER:
+                acc = tl.zeros([TILE, RANKS], tl.float32)
+                for own in range(PIECES):
+                    acc += _shrunk(x_at, a_at, held, at < ranks, own * length, length, inputs, TILE, RANKS, BLOCK_K)
+            else:
+                acc = _shrunk(x_at, a_at, held, at < ranks, piece * length, length, inputs, TILE, RANKS, BLOCK_K)
             place = ((part * tokens.to(tl.int64) + start + item) * RANKS)[:, None] + at[None, :]
-            if PIECES == 1:
+            if PIECES == 1 or TOGETHER:
                 tl.store(low + place, acc.to(low.dtype.element_ty), mask=held[:, None])
             else:
                 between = tl.num_programs(1) * tokens.to(tl.int64) * RANKS
@@ -198,6 +202,22 @@ def shrink_kernel(
                     tl.store(low + place, total.to(low.dtype.element_ty), mask=held[:, None])
                     tl.store(count, 0)
     wait_for_previous(DEPENDENT)  # also without a tile
+
+
+@triton.jit
+def _shrunk(
+    x_at, a_at, held, of_rank, begin, length, inputs, TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """x Aᵀ [TILE, RANKS] over `length` inputs from `begin` on, of the tokens `held` and the rows `of_rank`."""
+    end = tl.minimum(inputs, begin + length)
+    acc = tl.zeros([TILE, RANKS], tl.float32)
+    for first in tl.range(begin, end, BLOCK_K, num_stages=3):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < end
+        values = tl.load(x_at + k[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(a_at + k[:, None], mask=of_rank[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(values, weights, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["tokens"])

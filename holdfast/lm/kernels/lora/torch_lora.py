@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from holdfast.lm.kernels.lora.groups import Groups
@@ -15,6 +16,9 @@ class TorchLora:
     """
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.slots = np.full(len(groups.order), -1)
+        """The slot of each token, [T] int64; -1: the token has no adapter."""
+        self.slots[groups.order[: groups.starts[-1]]] = np.repeat(groups.slots, np.diff(groups.starts))
         ends = groups.starts[1:].tolist()
         starts = groups.starts[:-1].tolist()
         order = torch.from_numpy(groups.order).to(device)

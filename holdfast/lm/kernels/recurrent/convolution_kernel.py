@@ -50,15 +50,13 @@ def convolution_kernel(
             source = row + (offset - WIDTH + 1)
             held = (real & (at + source >= 0))[:, None] & inside[None, :]
             number = tl.load(tile_x[None, :] + source[:, None] * x_stride, mask=held, other=0.0).to(tl.float32)
+            if at < WIDTH - 1:  # only a segment's first tokens read the state
+                # The inputs are added in their order, so that a sum has the same bits wherever a sequence is cut.
+                before = at + row + offset
+                held = (real & (before < WIDTH - 1))[:, None] & inside[None, :]
+                number += tl.load(state_at[None, :] + before[:, None], mask=held, other=0.0).to(tl.float32)
             factor = tl.load(weight + channel * weight_stride + offset, mask=inside, other=0.0).to(tl.float32)
             sums += number * factor[None, :]
-        if at < WIDTH - 1:  # only a segment's first tokens read the state
-            for offset in tl.static_range(WIDTH - 1):
-                source = at + row + offset
-                held = (real & (source < WIDTH - 1))[:, None] & inside[None, :]
-                number = tl.load(state_at[None, :] + source[:, None], mask=held, other=0.0).to(tl.float32)
-                factor = tl.load(weight + channel * weight_stride + offset, mask=inside, other=0.0).to(tl.float32)
-                sums += number * factor[None, :]
         if SILU:
             sums = sums / (1.0 + tl.exp(-sums))
         out_at = (out + (first + at) * out_stride)[None, :] + row[:, None] * out_stride

@@ -67,12 +67,13 @@ def kept_records(segments: Segments) -> Records:
 class WorkListsBuilder:
     """Makes the work lists of steps on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, all_few: bool = False) -> None:
+        """With `all_few`, long segments are computed token by token, too."""
+        self.device, self._all_few = device, all_few
 
     def build(self, segments: Segments) -> WorkLists:
         """The work lists of a batch, without padding."""
-        lists = work_lists(segments)
+        lists = work_lists(segments, all_few=self._all_few)
         host = self._packed(lists, [len(records) for records in lists])
         return self._cut(host.to(self.device, non_blocking=True), [len(records) for records in lists])
 
@@ -84,7 +85,7 @@ class WorkListsBuilder:
 
     def refill(self, reserved: WorkLists, segments: Segments) -> bool:
         """Write the work of a batch into reserved lists. Returns False and writes nothing if they have no room."""
-        lists = work_lists(segments, all_few=not len(reserved.many))
+        lists = work_lists(segments, all_few=self._all_few or not len(reserved.many))
         sizes = [len(place) for place in reserved.tensors]
         if any(len(records) > size for records, size in zip(lists, sizes, strict=True)):
             return False

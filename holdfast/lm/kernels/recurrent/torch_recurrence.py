@@ -39,7 +39,10 @@ class Round:
 
     def pieces(self, slot_bytes: int) -> Iterator[Round]:
         """The chunks in pieces, each of as many chunks as have states of PIECE_BYTES."""
-        size = max(1, PIECE_BYTES // slot_bytes)
+        return self.parts(max(1, PIECE_BYTES // slot_bytes))
+
+    def parts(self, size: int) -> Iterator[Round]:
+        """The chunks in pieces of at most `size` chunks."""
         for first in range(0, len(self.slots), size):
             part = slice(first, first + size)
             yield Round(self.tokens[part], None if self.real is None else self.real[part], self.slots[part])
@@ -81,8 +84,9 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
     gives the same bits as a whole one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, one_by_one: bool = False) -> None:
+        """`one_by_one`: each token is computed by itself, so that its bits do not depend on where segments end."""
+        self.device, self._one_by_one = device, one_by_one
 
     def make_metadata(self, segments: Segments) -> RoundMetadata:
         lengths, start = segments.query_length.astype(np.int64), segments.query_start[:-1].astype(np.int64)
@@ -131,7 +135,7 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
         columns = weight.float().t().contiguous()
         added = None if bias is None else bias.float()
         out = x.new_empty(x.shape)
-        rows = max(1, CONVOLVED_BYTES // (4 * x.shape[1]))
+        rows = 1 if self._one_by_one else max(1, CONVOLVED_BYTES // (4 * x.shape[1]))
         for first in range(0, tokens, rows):
             oldest = place[first : first + rows]
             sums = inputs.index_select(0, oldest).mul_(columns[0])
@@ -197,7 +201,7 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
 
     def _rounds(self, start: Ints, lengths: Ints, slots: Ints) -> Iterator[Round]:
         """The chunks of the segments, in rounds: those with one number within their segments and one width."""
-        longest = WIDTHS[-1]
+        longest = 1 if self._one_by_one else WIDTHS[-1]
         chunks = -(-lengths // longest)
         segment = np.repeat(np.arange(len(lengths)), chunks)
         number = np.arange(len(segment)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
@@ -210,7 +214,8 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
             offset, most = np.arange(padded)[None, :], count[chosen, None]
             tokens = first[chosen, None] + np.minimum(offset, most - 1)
             real = None if (most == padded).all() else self._upload((offset < most)[..., None])
-            yield Round(self._upload(tokens), real, self._upload(slots[segment[chosen]]))
+            whole = Round(self._upload(tokens), real, self._upload(slots[segment[chosen]]))
+            yield from whole.parts(1) if self._one_by_one else (whole,)
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -132,8 +132,9 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     float16 are on tensor cores, with sums in float32; float32 is computed exactly (no TF32).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.lists = WorkListsBuilder(device)
+    def __init__(self, device: torch.device, *, one_by_one: bool = False) -> None:
+        """`one_by_one`: long segments, too, are computed token by token, so that bits do not depend on their ends."""
+        self.lists = WorkListsBuilder(device, all_few=one_by_one)
         self._side_stream = SideStream(device)
         self._shared_bytes = shared_bytes(device)
 

@@ -134,7 +134,8 @@ class Sampler:
         options: dict[str, Any] = {"any_random": any_random, "any_filtered": any_filtered}
         if group is not None and masks is not None:
             masks = group.gather(masks.view(torch.int64).flatten())[0].view(torch.int32).view(len(masks), -1)
-        if group is not None and (wishes is None or not wishes.whole_rows):
+        # Where a row's bits must not depend on others, every device draws from whole rows, as one device does.
+        if group is not None and not self._alone and (wishes is None or not wishes.whole_rows):
             if wishes is not None and masks is not None:
                 forbid(logits, masks, wishes.masked_rows, first=group.rank * -(-self._vocab_size // group.size))
             return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
@@ -143,22 +144,25 @@ class Sampler:
             assert last is not None, "rows with penalties need their input tokens"
             self._histories.enter(wishes.histories, changes, last)
         if group is not None:
-            assert wishes is not None
+            wishes = wishes or Wishes([None] * len(logits))
             return self._draw_whole_rows(logits, group, columns, wishes, options, masks)
         allowed = logits
         if wishes is not None and masks is not None:
             allowed = forbid(logits.clone() if len(wishes.reported) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
-        if self._alone and any_random:
-
-            def draw(logits: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
-                own: dict[str, Any] = dict(zip(columns, row, strict=True))
-                return sample(logits, **own, **options)
-
-            tokens = each_row(draw, shaped, *columns.values())
-        else:
-            tokens = sample(shaped, **columns, **options)
+        tokens = self._sampled(shaped, columns, options)
         return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
+
+    def _sampled(self, shaped: torch.Tensor, columns: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+        """`sample` for whole rows [R, V], each by itself where its bits must not depend on the others."""
+        if not (self._alone and options["any_random"]):
+            return sample(shaped, **columns, **options)
+
+        def draw(logits: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
+            own: dict[str, Any] = dict(zip(columns, row, strict=True))
+            return sample(logits, **own, **options)
+
+        return each_row(draw, shaped, *columns.values())
 
     def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
         """The log probabilities that the rows ask for, from whole logits [R, V] as the model computed them."""
@@ -197,7 +201,8 @@ class Sampler:
             )
         if wishes.changes is not None and len(rows):
             shaped = shape(shaped, wishes.changes.part(rows), self._histories)
-        tokens[: len(rows)] = sample(shaped, **{name: column[own] for name, column in columns.items()}, **options)
+        mine_only = {name: column[own] for name, column in columns.items()}
+        tokens[: len(rows)] = self._sampled(shaped, mine_only, options)
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.reported):
             return Drawn(gathered)
@@ -245,7 +250,7 @@ class Sampler:
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
         ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)
         if own:
-            part = log_probabilities(whole, tokens, likeliest, named)
+            part = log_probabilities(whole, tokens, likeliest, named, alone=self._alone)
             numbers[:own, 0] = part.own
             numbers[:own, 1:] = part.top
             ids[:own] = part.top_ids

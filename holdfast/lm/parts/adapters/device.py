@@ -195,7 +195,8 @@ class AdapterStore(AdapterShelf[PackedAdapter]):
         check_effect(weights, self._slots.dtype)
         if weights.has_magnitudes and not self._slots.takes_gains:
             raise UnsupportedAdapter(
-                "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora"
+                "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora, and "
+                "without deterministic"
             )
         with self.packing:
             packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
@@ -307,13 +308,14 @@ class AdapterDevice(DevicePart):
         """Allocate the slots that a configuration asks for, for the layers, heads and columns of this device."""
         spec, shard, ranks = model.spec, model.shard, config.layout.ranks
         self._device, pinned = spec.device, spec.device.type == "cuda"
+        self._fixed = bool(spec.arithmetic)
         self.slots = AdapterSlots(
             adapted_modules(model.decoder) if ranks == 1 else own_modules(model.decoder, shard),
             slots=config.adapter_slots,
             max_rank=config.max_adapter_rank,
             dtype=spec.dtype,
             device=spec.device,
-            dora=config.dora or spec.device.type == "cpu",
+            dora=config.dora or (spec.device.type == "cpu" and not config.deterministic),
             group=model.group,
         )
         self.store = AdapterStore(
@@ -339,6 +341,7 @@ class AdapterDevice(DevicePart):
             device=self._device,
             gains=slots.takes_gains,
             scaled=slots.scaled,
+            fixed=self._fixed,
         )
 
     def widest(self, rows: int) -> Sequence[PartPlan]:

@@ -49,21 +49,24 @@ class AdapterInputs(ModelInputs):
         device: torch.device,
         gains: bool = False,
         scaled: Set[int] = frozenset(),
+        fixed: bool = False,
     ) -> None:
         """`layers` are the adapters in the slots. A step has at most `max_tokens` tokens and `samples` sampled rows.
 
         `gains` says whether `layers` have gains. `scaled` holds the slots whose adapters use them, and may change.
+        `fixed`: a token's bits must not depend on the step (`TiledLora.fixed`).
         """
         self._layers, self._device, self._slots = layers, device, slots
-        self._gains, self._scaled = gains, scaled
+        self._gains, self._scaled, self._fixed = gains, scaled, fixed
         sizes: dict[str, int] = {}
         for name, most in ((TOKENS, max_tokens), (ROWS, samples)):
             sizes |= {f"{name}_order": most, f"{name}_used": 2}
-            sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, slots))
+            sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, slots, fixed=fixed))
             if gains:
                 sizes[f"{name}_gain"] = most
         self.sizes = sizes
-        self._counts = torch.zeros(4 * most_tiles(max_tokens, slots), dtype=torch.int32, device=device)
+        most = most_tiles(max_tokens, slots, fixed=fixed)
+        self._counts = torch.zeros(4 * most, dtype=torch.int32, device=device)
         """Counters of the kernels, which leave them at 0."""
         self._beside: SideStream | None = None
         """Where adapters are computed next to the layers."""
@@ -105,7 +108,7 @@ class AdapterInputs(ModelInputs):
 
     def _write(self, arrays: Arrays, name: str, groups: Groups, size: int) -> None:
         """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
-        tiles = tiles_of(groups, size)
+        tiles = tiles_of(groups, size, fixed=self._fixed)
         for field in ("order", *TILE_FIELDS, "used"):
             column = getattr(tiles, field)
             arrays[f"{name}_{field}"][: len(column)] = column
@@ -127,4 +130,5 @@ class AdapterInputs(ModelInputs):
             counts=self._counts,
             gain=fields.take(f"{name}_gain", count) if self._gains else None,
             beside=self._beside,
+            fixed=self._fixed,
         )

@@ -43,11 +43,16 @@ class AdapterOptions(CoreConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for given, value in (("adapter", ", ".join(self.adapter)), ("max_adapters", self.max_adapters)):
-            if self.deterministic and value:
-                raise ValueError(
-                    f"deterministic is on, and {given} is {value}: products with adapters depend on the batch; drop one"
-                )
+        if self.deterministic and self.dora:
+            raise ValueError(
+                "deterministic is on, and dora is True: what a DoRA scales is rounded in other places if a step has "
+                "adapters; drop one"
+            )
+        if self.equal_ranks > 1 and self.adapter_slots:
+            raise ValueError(
+                f"deterministic is on for {self.equal_ranks} ranks, and adapters are served: their products are not "
+                "cut for ranks; leave out adapter, max_adapters and tuning, or tp and deterministic_ranks"
+            )
         names = [name for name, _ in self.adapters]
         for given, name in zip(self.adapter, names, strict=True):
             if "=" not in given or not given.partition("=")[2]:

@@ -60,8 +60,6 @@ class TuningOptions(AdapterOptions):
         if self.deferral_bound is not None and not self.deferral_bound >= 0:
             raise ValueError(f"deferral_bound is {self.deferral_bound}; it must be at least 0, or inf")
         if self.tuning:
-            if self.deterministic:
-                raise ValueError("deterministic is on, and tuning is True, which serves adapters; drop one")
             self._check_others()
             return
         for each in own_options(TuningOptions):

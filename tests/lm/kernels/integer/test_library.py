@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_a_file_of_older_sources_is_no_library(monkeypatch: pytest.MonkeyPatch) 
     libraries = iter((older, SimpleNamespace(GOMP_parallel=None)))
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: next(libraries))
     assert open_library(Path("products.so")) is None
+
+
+def test_a_file_whose_records_have_another_size_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("multiply", "norm", "gate", "rotate", "step_bytes", "step", "head")
+    sized = Mock(return_value=module.STEP_SIZE - 8)
+    other = SimpleNamespace(**{f"holdfast_{name}": SimpleNamespace() for name in names}, holdfast_step_size=sized)
+    libraries = iter((other, SimpleNamespace(GOMP_parallel=None)))
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: next(libraries))
+    assert open_library(Path("products.so")) is None
+    assert sized.call_count == 1
 
 
 def test_threads_are_those_of_pytorch() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.linear import invariant_product as module
 from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
@@ -25,9 +28,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Half:
     """The half of a layer after attention: projection, norm, and the MLP's two products."""
 
-    def __init__(self, device: str, dtype: torch.dtype, *, biased: bool, activation: str, out_norm: bool) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        biased: bool,
+        activation: str,
+        out_norm: bool,
+        inner: int = INNER,
+    ) -> None:
         self.shape = shape_of(device, dtype, activation=activation)
-        sizes = {"o": (HIDDEN, 64), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        sizes = {"o": (HIDDEN, 64), "gate_up": (2 * inner, HIDDEN), "down": (HIDDEN, inner)}
         self.weights = [drawn(*size, device=device, dtype=dtype, spread=size[1] ** -0.5) for size in sizes.values()]
         self.biases = [drawn(size[0], device=device, dtype=dtype) if biased else None for size in sizes.values()]
         self.norms = [drawn(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
@@ -65,9 +77,46 @@ def test_a_layer_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
             assert torch.equal(found, expected[rows])
 
 
-def test_weights_of_other_kinds_and_groups_are_refused(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("activation", "out_norm"), [("silu", False), ("gelu_pytorch_tanh", True)])
+def test_a_layer_cut_for_ranks_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
+    dtype: torch.dtype, activation: str, out_norm: bool, device: str
+) -> None:
+    half = Half(device, dtype, biased=True, activation=activation, out_norm=out_norm, inner=256)
+    ops = InvariantLayerOps(half.shape, ranks=4)
+    whole = half.compute(ops, slice(TOKENS))
+    for found, expected in zip(whole, half.compute(oracle(half.shape), slice(TOKENS), exact=True), strict=True):
+        assert (found.double() - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 5e-3)
+    for rows in (slice(0, 1), slice(2, 7)):
+        for found, expected in zip(half.compute(ops, rows), whole, strict=True):
+            assert torch.equal(found, expected[rows])
+    with pytest.raises(TypeError, match="adapters and layer norms have no sums"):
+        ops.add_linear_norm(half.stream, half.attended, half.weights[0], None, half.norms[0], change=lambda _: None)
+
+
+def test_weights_of_other_kinds_and_groups_of_other_sizes_are_refused(device: str) -> None:
     ops = InvariantLayerOps(shape_of(device))
     with pytest.raises(TypeError, match="a tuple has no product whose bits are the same in any step"):
         ops.linear(drawn(2, 8, device=device), ())
-    with pytest.raises(ValueError, match="deterministic is on, and several devices share the layers"):
-        InvariantLayerOps(shape_of(device), object())
+    with pytest.raises(ValueError, match="2 devices share the layers, and sums are cut for 1 ranks"):
+        InvariantLayerOps(shape_of(device), SimpleNamespace(size=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 1024, 5120, 1000])
+def test_norms_of_pytorch_on_a_gpu_have_the_same_bits_for_any_number_of_rows(width: int, dtype: torch.dtype) -> None:
+    """Layer norms, and the norms without weights of Mamba and Gemma 4, are PyTorch's."""
+    x, factor, bias = (drawn(*size, width, device="cuda", dtype=dtype) for size in ((700,), (), ()))
+
+    def normed(rows: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            functional.rms_norm(rows, (width,), None, 1e-5),
+            functional.rms_norm(rows, (width,), factor, 1e-5),
+            functional.layer_norm(rows, (width,), factor, bias, 1e-5),
+        ]
+
+    whole = normed(x)
+    for begin, end in ((0, 1), (7, 8), (3, 67), (88, 700)):
+        for found, wanted in zip(normed(x[begin:end]), whole, strict=True):
+            assert torch.equal(found, wanted[begin:end])

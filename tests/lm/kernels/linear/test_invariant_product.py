@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.linear import invariant_product as module
-from holdfast.lm.kernels.linear.invariant_product import SumOrder, cuts, order_of, partial_products, product
+from holdfast.lm.kernels.linear.invariant_product import (
+    SumOrder,
+    cuts,
+    order_of,
+    order_on_ranks,
+    partial_products,
+    product,
+    slice_products,
+)
+from holdfast.lm.kernels.linear.rank_sums import tree_sum
+from holdfast.lm.kernels.packed import Form
+from tests.lm.kernels.packed_weights import draw_packed
 
 FEW, MANY = 1, 1000
 """Processors of a device that a product fills without cuts, and of one that it does not."""
@@ -47,7 +58,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
 ) -> None:
     """Cut products are added up by their readers, and the norm's kernel adds them as this test does."""
     x, weight, bias = drawn(19, 33, inputs, device, dtype)
-    assert order_of(weight).parts > 1 and cuts(x, weight, MANY) and not cuts(x, weight, FEW)
+    order = order_of(weight.shape, dtype)
+    assert order.parts > 1 and cuts(x, weight, MANY, order) and not cuts(x, weight, FEW, order)
     wanted = product(x, weight, bias, processors=FEW)
     sums = partial_products(x, weight, processors=FEW)[0]
     for begin, end in ((0, 19), (3, 4), (0, 8), (5, 18), (18, 19)):
@@ -57,6 +69,80 @@ def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
             for part in partial_products(x[begin:end], weight, processors=processors):
                 added += part
             assert torch.equal(added, sums[begin:end])
+
+
+def check_packed(form: Form, outputs: int, inputs: int, rows: int, device: str, dtype: torch.dtype) -> None:
+    """A product is near float64's, and a row has the same bits alone and among others, cut or not."""
+    weight, plain = draw_packed(form, outputs, inputs, device=device, rows=2 if form is Form.FP8 else 1)
+    x, _, bias = drawn(rows, outputs, inputs, device, dtype)
+    wanted = product(x, weight, bias, processors=FEW)
+    exact = x.double() @ plain.t() + bias.double()
+    assert (wanted.double() - exact).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * exact.norm()
+    sums = partial_products(x, weight, processors=FEW)[0]
+    assert cuts(x[:1], weight, MANY, order_of(weight.shape, dtype))
+    for begin, end in ((0, rows), (3, 4), (0, 8), (rows - 1, rows)):
+        for processors in (FEW, MANY):
+            assert torch.equal(product(x[begin:end], weight, bias, processors=processors), wanted[begin:end])
+            added = torch.zeros_like(sums[begin:end])
+            for part in partial_products(x[begin:end], weight, processors=processors):
+                added += part
+            assert torch.equal(added, sums[begin:end])
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_packed_weights_row_has_the_same_bits_alone_and_among_others(
+    form: Form, dtype: torch.dtype, device: str
+) -> None:
+    check_packed(form, 34, 768, 11, device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_products_of_packed_weights_have_the_same_bits_for_any_number_of_rows(
+    form: Form, dtype: torch.dtype
+) -> None:
+    check_packed(form, 4096, 4096, 300, "cuda", dtype)
+    check_packed(form, 1026, 1280, 70, "cuda", dtype)
+
+
+def check_slices(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Sums have the same bits however many devices have the slices, and whatever rows are with them."""
+    inputs = weight.shape[1]
+    wanted = tree_sum(slice_products(x, weight, 8))
+    exact = x.double() @ weight.double().t()
+    assert (wanted.double() - exact).norm() < 1e-5 * exact.norm() or x.dtype != torch.float32
+    for devices in (2, 4, 8):
+        size = inputs // devices
+        own = [slice(at, at + size) for at in range(0, inputs, size)]
+        parts = [tree_sum(slice_products(x[3:, each], weight[:, each], 8 // devices)) for each in own]
+        assert torch.equal(tree_sum(torch.stack(parts)), wanted[3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_slices_are_added_alike_on_any_number_of_devices(dtype: torch.dtype, device: str) -> None:
+    x, weight, _ = drawn(11, 40, 8 * 48, device, dtype)
+    check_slices(x, weight)
+    # The outputs that a device has decide nothing.
+    order = order_on_ranks(weight.shape, dtype)
+    whole = product(x, weight, None, processors=MANY, order=order)
+    part = product(x, weight[10:20], None, processors=FEW, order=order_on_ranks(weight[10:20].shape, dtype))
+    assert torch.equal(whole[:, 10:20], part)
+
+
+def test_inputs_without_equal_slices_are_refused(device: str) -> None:
+    for inputs, slices in ((8 * 40, 8), (100, 8)):
+        x, weight, _ = drawn(2, 8, inputs, device)
+        with pytest.raises(ValueError, match=f"{inputs} inputs have no {slices} equal slices of a multiple of 16"):
+            slice_products(x, weight, slices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs", [4096, 11008, 14336])
+def test_compiled_slices_are_added_alike_on_any_number_of_devices(inputs: int) -> None:
+    x, weight, _ = drawn(70, 4096, inputs, "cuda", torch.bfloat16)
+    check_slices(x, weight)
 
 
 def test_no_rows_give_no_rows(device: str) -> None:
@@ -69,7 +155,7 @@ def test_the_order_of_a_sum_depends_on_the_weight_and_its_type_alone(monkeypatch
     monkeypatch.undo()
 
     def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> SumOrder:
-        return order_of(torch.empty(outputs, inputs, dtype=dtype, device="meta"))
+        return order_of(torch.Size((outputs, inputs)), dtype)
 
     for outputs, inputs in ((4096, 4096), (4096, 14336), (128256, 4096), (6144, 4096), (576, 576), (64, 10)):
         for dtype in (torch.bfloat16, torch.float32):

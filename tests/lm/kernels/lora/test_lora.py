@@ -54,19 +54,19 @@ def expected(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, slots: list[i
     return out
 
 
-def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0) -> TiledLora:
+def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0, *, fixed: bool = False) -> TiledLora:
     """The tiles as the batch uploads them.
 
     Lists have room for any step of this size, and unused entries are not zero.
     """
     tokens = len(slots) + padding
-    room = most_tiles(tokens, num_slots)
-    tiles = tiles_of(groups_of(np.array(slots)), tokens)
+    room = most_tiles(tokens, num_slots, fixed=fixed)
+    tiles = tiles_of(groups_of(np.array(slots)), tokens, fixed=fixed)
     lists = []
     for each, size in ((tiles.order, tokens), (tiles.slot, room), (tiles.start, room), (tiles.count, room)):
         lists.append(np.append(each, np.full(size - len(each), 10**6)))
     tensors = [torch.from_numpy(each).to(device) for each in (*lists, tiles.used)]
-    return TiledLora(tokens, *tensors, torch.zeros(3 * room, dtype=torch.int32, device=device))
+    return TiledLora(tokens, *tensors, torch.zeros(3 * room, dtype=torch.int32, device=device), fixed=fixed)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -148,6 +148,56 @@ def test_a_begun_addition_is_added_at_its_end(how: str, known: bool, device: str
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
 
 
+def check_same_bits(device: str, dtype: torch.dtype, *, inputs: int, widths: list[int], few: int, size: int) -> None:
+    """Tokens alone, in crowds of few and of many tokens, and among other adapters have the same bits."""
+    torch.manual_seed(0)
+    ranks = [[12] * len(widths), [4, 0, 16][: len(widths)], [16] * len(widths)]
+    stack = stack_of(ranks, inputs, widths, 16, device, dtype)
+    draw = np.random.default_rng(0)
+    slots = draw.integers(-1, 3, size).tolist()
+    x, out = (torch.randn(size, width, device=device).to(dtype) for width in (inputs, stack.outputs))
+    wanted = expected(out, x, stack, slots)
+
+    def added(at: list[int], padding: int = 0) -> torch.Tensor:
+        found = torch.cat((out[at], out.new_zeros(padding, stack.outputs)))
+        rows = torch.cat((x[at], x.new_zeros(padding, inputs)))
+        lora = replace(tiled([slots[each] for each in at], 3, device, padding, fixed=True), beside=None)
+        lora.begin(rows, stack).add(found)
+        return found[: len(at)]
+
+    whole = added([*range(size)])
+    assert (whole.double() - wanted).abs().max() <= max(PRECISION.get(dtype, 2e-2), 2e-6) * wanted.abs().max()
+    assert few < size
+    for count, padding in ((1, 0), (1, 7), (few, 0), (few + 1, 0), (size - 3, 3)):
+        at = draw.permutation(size)[:count].tolist()
+        assert torch.equal(added(at, padding), whole[at]), (count, padding)
+
+
+@pytest.mark.parametrize("dtype", list(PRECISION))
+@pytest.mark.parametrize("inputs", [96, 1100])
+def test_fixed_tiles_give_a_token_the_same_bits_in_any_step(
+    dtype: torch.dtype, inputs: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shrink of few tokens is cut among programs, if there are enough inputs. That of many is not."""
+    for module in ("groups", "shrink_expand"):
+        monkeypatch.setattr(f"holdfast.lm.kernels.lora.{module}.FEW_TOKENS", 12)
+    check_same_bits(device, dtype, inputs=inputs, widths=[40, 24, 24], few=12, size=40)
+
+
+def test_fixed_tiles_of_many_tokens_are_small_and_never_gate(device: str) -> None:
+    stack = stack_of([[4, 4]], 64, [32, 32], 4, device, torch.float32)
+    assert tile_size(5000, fixed=True) == 16
+    lora = tiled([0] * 520, 1, device, fixed=True)
+    assert lora.begin(torch.randn(520, 64, device=device), stack).gated is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_compiled_fixed_tiles_give_a_token_the_same_bits_in_any_step(dtype: torch.dtype) -> None:
+    for inputs, widths in ((4096, [4096, 1024, 1024]), (14336, [4096]), (1000, [300, 300])):
+        check_same_bits("cuda", dtype, inputs=inputs, widths=widths, few=512, size=1500)
+
+
 GATED: dict[str, dict[str, Any]] = {
     "with and without adapters": dict(ranks=[[4, 4], [16, 16], [7, 12]], most_ranks=16, slots=[0, 1, -1, 2, 0, -1, 2]),
     "rank 128 and parts without": dict(
@@ -217,15 +267,17 @@ def test_a_captured_graph_reads_the_tiles_of_each_step() -> None:
         assert (out.double() - wanted).abs().max() <= 1.6e-2 * wanted.abs().max().clamp(min=1e-30)
 
 
-@given(st.lists(st.integers(-1, 5), max_size=200), st.sampled_from([0, 7, 100]), st.booleans())
-def test_tiles_hold_each_token_once_and_are_of_one_slot(slots: list[int], padding: int, many: bool) -> None:
+@given(st.lists(st.integers(-1, 5), max_size=200), st.sampled_from([0, 7, 100]), st.booleans(), st.booleans())
+def test_tiles_hold_each_token_once_and_are_of_one_slot(
+    slots: list[int], padding: int, many: bool, fixed: bool
+) -> None:
     """Large tiles hold all tokens and the padding. Small tiles hold the tokens that have an adapter."""
     tokens = len(slots) + padding
     with patch.object(groups, "FEW_TOKENS", 0 if many else 512):
         tiles, size, room = (
-            tiles_of(groups_of(np.array(slots, np.int64)), tokens),
-            tile_size(tokens),
-            most_tiles(tokens, 6),
+            tiles_of(groups_of(np.array(slots, np.int64)), tokens, fixed=fixed),
+            tile_size(tokens, fixed=fixed),
+            most_tiles(tokens, 6, fixed=fixed),
         )
     used, everything = tiles.used
     assert (tiles.slot[:used] >= 0).all() and (tiles.slot[used:] == -1).all()
@@ -237,11 +289,14 @@ def test_tiles_hold_each_token_once_and_are_of_one_slot(slots: list[int], paddin
         if 1 <= count <= size
     ]
     wanted = list(enumerate(slots + [-1] * padding))
-    assert sorted(held) == (wanted if many else [(token, slot) for token, slot in wanted if slot >= 0])
+    assert sorted(held) == (wanted if many and not fixed else [(token, slot) for token, slot in wanted if slot >= 0])
 
 
-@given(st.integers(1, 3000), st.integers(1, 40), st.randoms())
-def test_no_step_has_more_tiles_than_there_is_room_for(tokens: int, slots: int, draw: Any) -> None:
-    given = [draw.randrange(-1, slots) for _ in range(tokens - draw.randrange(tokens))]
-    assert len(tiles_of(groups_of(np.array(given)), tokens).slot) <= most_tiles(tokens, slots)
-    assert most_tiles(tokens, slots) <= most_tiles(tokens + 1, slots)
+@given(st.integers(1, 3000), st.integers(1, 40), st.booleans(), st.randoms())
+def test_no_step_has_more_tiles_than_there_is_room_for(tokens: int, slots: int, fixed: bool, draw: Any) -> None:
+    given, most = (
+        [draw.randrange(-1, slots) for _ in range(tokens - draw.randrange(tokens))],
+        most_tiles(tokens, slots, fixed=fixed),
+    )
+    assert len(tiles_of(groups_of(np.array(given)), tokens, fixed=fixed).slot) <= most
+    assert most <= most_tiles(tokens + 1, slots, fixed=fixed)

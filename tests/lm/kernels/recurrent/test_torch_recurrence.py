@@ -18,6 +18,7 @@ from tests.lm.kernels.recurrent_oracle import (
     ScanCase,
     assert_close,
     check_kept,
+    check_same_bits,
     kept_like,
     scattered,
     segments_of,
@@ -97,6 +98,12 @@ def test_a_sequence_gives_the_same_numbers_in_pieces_of_any_length(kind: Any) ->
         start += length
     torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole.state.double(), states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_tokens_computed_one_by_one_have_the_same_bits_wherever_a_sequence_is_cut(kind: Any) -> None:
+    whole: LayerCase = kind.random(segments_of([211], [2]))
+    check_same_bits(TorchRecurrence(torch.device("cpu"), one_by_one=True), whole, (1, 1, 5, 64, 70, 1, 69))
 
 
 @pytest.mark.parametrize("kind", CASES)

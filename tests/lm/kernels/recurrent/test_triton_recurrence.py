@@ -20,6 +20,7 @@ from tests.lm.kernels.recurrent_oracle import (
     ScanCase,
     assert_close,
     check_kept,
+    check_same_bits,
     kept_like,
     scattered,
     segments_of,
@@ -127,6 +128,20 @@ def test_a_sequence_gives_the_same_numbers_in_pieces_of_any_length(kind: Any, de
         start += length
     torch.testing.assert_close(torch.cat(found).double().cpu(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole.state.double().cpu(), states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_tokens_computed_one_by_one_have_the_same_bits_wherever_a_sequence_is_cut(kind: Any, device: str) -> None:
+    whole, _ = on_device(kind.random(segments_of([103], [2])), device)
+    check_same_bits(TritonRecurrence(torch.device(device), one_by_one=True), whole, (1, 5, 65, 9, 1, 22))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_tokens_have_the_same_bits_wherever_a_sequence_is_cut(kind: Any, dtype: torch.dtype) -> None:
+    whole, _ = on_device(kind.random(segments_of([400], [2])), "cuda")
+    check_same_bits(TritonRecurrence(torch.device("cuda"), one_by_one=True), narrow(whole, dtype), (1, 5, 65, 300, 29))
 
 
 def test_a_key_that_is_too_wide_is_refused(device: str) -> None:

@@ -152,3 +152,26 @@ def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
             ids = [*best.indices.tolist(), *(named[row] if row < 5 else ())]
             assert each.top_ids == tuple(ids)
             assert each.top_logprobs == pytest.approx(expected[row, ids].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_devices_report_what_one_device_reports_where_bits_must_not_depend_on_other_rows(size: int) -> None:
+    """Many logits are equal, and devices have other numbers of rows than one device has."""
+    logits = torch.randint(0, 3, (ROWS, VOCAB), generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, columns = given()
+    wishes = Wishes(logprobs=[6] * ROWS)
+    options: dict[str, Any] = {"any_random": True, "any_filtered": True}
+    share = -(-VOCAB // size)
+
+    def work(group: TorchGroup) -> Drawn:
+        own = logits[:, group.rank * share : (group.rank + 1) * share]
+        sampler = Sampler(group, VOCAB, alone=True)
+        assert torch.equal(sampler.draw(own.clone(), columns, None, **options).tokens, wanted.tokens)
+        return sampler.draw(own.clone(), columns, wishes, **options)
+
+    wanted = Sampler(alone=True).draw(logits.clone(), columns, wishes, **options)
+    assert wanted.logprobs is not None
+    for found in in_group(size, work):
+        assert torch.equal(found.tokens, wanted.tokens) and found.logprobs is not None
+        for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert torch.equal(one, other)

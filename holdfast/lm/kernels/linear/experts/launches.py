@@ -87,6 +87,11 @@ GROUPED = (
 Tuned on an H200 (benchmarks/engine/experts_gpu.py --tune).
 """
 
+FIXED = GroupedLaunch(32, ExpertLaunch(128, 64, 8, 3), ExpertLaunch(128, 64, 8, 3))
+"""The launch of the grouped products where a token's bits must not depend on the step."""
+FIXED_ROUTED_AT_A_TIME = 16
+"""Number of tokens for which one program chooses experts there."""
+
 GROUPED_PACKED = (
     (0.05, GroupedLaunch(16, ExpertLaunch(32, 128, 4, 5), ExpertLaunch(32, 256, 4, 3))),
     (10, GroupedLaunch(16, ExpertLaunch(128, 64, 4, 4), ExpertLaunch(128, 64, 4, 4))),
@@ -156,11 +161,27 @@ def experts_of_few(
 
 def grouped_experts(x: torch.Tensor, experts: Experts, launch: GroupedLaunch | None = None) -> torch.Tensor:
     """The outputs of each token's experts times their shares, [per_token, T, hidden], of x [T, hidden]."""
-    rule = experts.rule
     launch = launch or grouped_launch_for(len(x), experts)
-    sorting = sort_pairs(x, experts, launch.block_m)
+    return _outputs(x, experts, sort_pairs(x, experts, launch.block_m), launch)
+
+
+def fixed_experts(x: torch.Tensor, experts: Experts, logits: torch.Tensor) -> torch.Tensor:
+    """`grouped_experts` with the same bits for a token in any step.
+
+    `logits` [parts, T, E] float32 are those of the router without its bias, as parts to be added, whose bits do not
+    depend on the step either. All launches have one size of tiles. A token's place in a tile decides nothing: each of
+    its sums is a column of a product, or a row of its own.
+    """
+    if not len(x):
+        return x.new_empty(experts.rule.per_token, *x.shape)
+    sorting = _sorted_by(logits, experts, FIXED.block_m, single=False, block_t=FIXED_ROUTED_AT_A_TIME, num_warps=4)
+    return _outputs(x, experts, sorting, FIXED)
+
+
+def _outputs(x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch) -> torch.Tensor:
+    """The outputs of sorted pairs, [per_token, T, hidden]."""
     between = grouped_gate(x, experts, sorting, launch)
-    return grouped_down(between, experts, sorting, launch, x.new_empty(rule.per_token, *x.shape))
+    return grouped_down(between, experts, sorting, launch, x.new_empty(experts.rule.per_token, *x.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +212,23 @@ def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
 
 def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
     """Choose the experts of x [T, hidden], and sort the pairs into tiles of `block_m`."""
-    rule, device, tokens = experts.rule, x.device, len(x)
-    count, pairs = experts.down.shape[0], tokens * rule.per_token
+    tokens = len(x)
     single = tokens <= ONE_PROGRAM
     at_a_time = next(size for most, size in ROUTED_AT_A_TIME if tokens <= most)
     block_t = max(2, triton.next_power_of_2(tokens)) if single else at_a_time
+    num_warps = 8 if block_t > 16 else 4
+    return _sorted_by(router_logits(x, experts), experts, block_m, single=single, block_t=block_t, num_warps=num_warps)
+
+
+def _sorted_by(
+    logits: torch.Tensor, experts: Experts, block_m: int, *, single: bool, block_t: int, num_warps: int
+) -> Sorting:
+    """`sort_pairs` by logits [parts, T, E]. `block_t` is the number of tokens of a program; `single`: there is one."""
+    rule, device, tokens = experts.rule, logits.device, logits.shape[1]
+    count, pairs = experts.down.shape[0], tokens * rule.per_token
     programs = triton.cdiv(tokens, block_t)
     block_e = triton.next_power_of_2(count)
     pdl = dependent_launch_options(device)
-    logits = router_logits(x, experts)
     shares, divisors = (torch.empty(size, dtype=torch.float32, device=device) for size in (pairs, tokens))
     chosen, order, counts, ends, tile_ends = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, pairs, programs * count, count, count)
@@ -208,7 +237,7 @@ def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
         logits, experts.router_bias, experts.correction, chosen, shares, divisors, counts, order, ends, tile_ends,
         tokens, count - rule.shared, rule.jitter or 0.0, rule.factor,
         PARTS=len(logits), **_shares(experts), SINGLE=single, BLOCK_T=block_t,
-        BLOCK_E=block_e, BLOCK_M=block_m, num_warps=8 if block_t > 16 else 4, **pdl,
+        BLOCK_E=block_e, BLOCK_M=block_m, num_warps=num_warps, **pdl,
     )  # fmt: skip
     if not single:
         sort_kernel[(programs,)](

@@ -15,10 +15,12 @@ from holdfast.lm.kernels.linear.experts.launches import (
     ExpertLaunch,
     GroupedLaunch,
     experts_of_few,
+    fixed_experts,
     grouped_experts,
     grouped_launch_for,
     sort_pairs,
 )
+from holdfast.lm.kernels.linear.invariant_product import partial_products
 from holdfast.lm.kernels.mxfp4 import BLOCK, NUMBERS, ExpertWeights, Mxfp4Matrices
 from holdfast.lm.kernels.packed import Form
 from tests.lm.kernels.packed_weights import draw_packed
@@ -313,6 +315,62 @@ def test_one_product_may_be_packed_and_the_other_not(device: str) -> None:
         else:
             out = grouped_experts(x, mixed, SMALL).sum(0)
         assert error(out, expected(x, plain)) < 1e-6
+
+
+def check_same_bits(experts: Experts, x: torch.Tensor, wanted: torch.Tensor, near: float) -> None:
+    """Tokens alone, in another order, and among others have the same bits, which are near float64's."""
+
+    def computed(rows: torch.Tensor, processors: int) -> torch.Tensor:
+        return fixed_experts(rows, experts, partial_products(rows, experts.router, processors=processors))
+
+    whole = computed(x, 1)
+    assert error(whole.float().sum(0), wanted) < near
+    draw = torch.Generator().manual_seed(3)
+    for count in (1, 2, 5, len(x) - 1, len(x)):
+        at = torch.randperm(len(x), generator=draw)[:count].to(x.device)
+        for processors in (1, 1000):
+            assert torch.equal(computed(x[at], processors), whole[:, at])
+
+
+SIGMOIDS = ExpertRule(top_k=3, sigmoid=True, factor=2.5, groups=Groups(2, 1, 2))
+
+
+@pytest.mark.parametrize(("rule", "biased"), [*BOTH[:3], *BOTH[4:6], (SIGMOIDS, False)])
+def test_fixed_launches_give_a_token_the_same_bits_among_any_others(
+    rule: ExpertRule, biased: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":  # tiles that an interpreter computes quickly
+        monkeypatch.setattr("holdfast.lm.kernels.linear.experts.launches.FIXED", SMALL)
+        monkeypatch.setattr("holdfast.lm.kernels.linear.experts.launches.FIXED_ROUTED_AT_A_TIME", 4)
+        monkeypatch.setattr("holdfast.lm.kernels.linear.invariant_product.BLOCK_M", 8)
+        monkeypatch.setattr("holdfast.lm.kernels.linear.invariant_product.BLOCK_N", 16)
+    experts, x = draw(rule, 6, 264, 40, device, biased=biased), torch.randn(19, 264, device=device)
+    check_same_bits(experts, x, expected(x, experts), 1e-6)
+
+
+def test_experts_with_equal_scores_are_chosen_alike_alone_and_among_others(device: str) -> None:
+    """Pairs of experts have the same row in the router, so each token's second and third choice may tie."""
+    experts = draw(ExpertRule(top_k=3), 6, 64, 32, device)
+    experts = replace(experts, router=experts.router[:3].repeat_interleave(2, 0))
+    x = torch.randn(9, 64, device=device)
+    logits = partial_products(x, experts.router, processors=1)
+    whole = fixed_experts(x, experts, logits)
+    for token in range(len(x)):
+        own = slice(token, token + 1)
+        assert torch.equal(fixed_experts(x[own], experts, logits[:, own].contiguous()), whole[:, own])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "MXFP4", *(form.name for form in Form)])
+@pytest.mark.parametrize("rule", [ExpertRule(top_k=8), RULES[2], SIGMOIDS], ids=["softmax", "clamped", "groups"])
+def test_compiled_fixed_launches_give_a_token_the_same_bits_among_any_others(rule: ExpertRule, kind: str) -> None:
+    experts = draw(rule, 32, 2048, 768, "cuda", dtype=torch.bfloat16)
+    if kind == "MXFP4":
+        experts, _ = packed(experts)
+    elif kind != "plain":
+        experts, _ = in_form(experts, Form[kind])
+    x = torch.randn(300, 2048, device="cuda").bfloat16()
+    check_same_bits(experts, x, grouped_experts(x, experts).float().sum(0), 2e-2)
 
 
 def in_form(experts: Experts, form: Form, rows: int = 1) -> tuple[Experts, Experts]:

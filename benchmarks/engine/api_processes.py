@@ -21,6 +21,7 @@ import tempfile
 import time
 import urllib.request
 from contextlib import closing, suppress
+from math import inf
 from pathlib import Path
 
 import zmq
@@ -58,7 +59,7 @@ def engine(directory: str, step_seconds: float) -> None:
             )
             left: dict[str, int] = {}
             while True:
-                clients.wait(None if not left else step_seconds)
+                clients.wait(step_seconds if left else inf)
                 for message in clients.waiting():
                     match message:
                         case messages.Submit(request):

@@ -171,14 +171,11 @@ class DraftHead:
 
         `seen` [S, N] says which keys each query sees.
         """
-        found = functional.scaled_dot_product_attention(
-            queries[:, :, None],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=seen[:, None, None],
-            enable_gqa=self.spec.heads != self.spec.kv_heads,
-        )
-        return found[:, :, 0]
+        # PyTorch's own attention may build a plan for each new number of keys, which takes longer than all passes.
+        grouped = queries.unflatten(1, (self.spec.kv_heads, -1))
+        scores = torch.einsum("skgd,snkd->skgn", grouped, keys).float() * self.spec.dim**-0.5
+        weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
+        return torch.einsum("skgn,snkd->skgd", weights, values).flatten(1, 2)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.eps)

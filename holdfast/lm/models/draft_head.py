@@ -172,7 +172,7 @@ class DraftHead:
         `seen` [S, N] says which keys each query sees.
         """
         # PyTorch's own attention may build a plan for each new number of keys, which takes longer than all passes.
-        grouped = queries.unflatten(1, (self.spec.kv_heads, -1))
+        grouped = queries.reshape(len(queries), self.spec.kv_heads, -1, self.spec.dim)
         scores = torch.einsum("skgd,snkd->skgn", grouped, keys).float() * self.spec.dim**-0.5
         weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
         return torch.einsum("skgn,snkd->skgd", weights, values).flatten(1, 2)

@@ -59,9 +59,7 @@ class Order:
         return tuple(example_at(at, count=self.count, seed=self.seed, epoch=epoch) for at in positions)
 
 
-def pack(
-    examples: Sequence[int], lengths: Sequence[int], limit: int, *, alone: int = 0
-) -> tuple[tuple[int, ...], ...]:
+def pack(examples: Sequence[int], lengths: Sequence[int], limit: int, *, alone: int = 0) -> tuple[tuple[int, ...], ...]:
     """Cut a list of examples, in order, into micro-batches of at most `limit` tokens. `lengths` are of all examples.
 
     No example is cut. One above the limit, of up to `alone` tokens, is a micro-batch by itself. Raises ValueError for

@@ -538,9 +538,7 @@ def files_of(job: TrainingJob, directory: Path, mirror: Path | None) -> dict[str
     kind = type(new_ledger(job))
     found = {"disk": StateFiles(directory, job.digest(), durable=True, ledger=kind)}
     if mirror is not None:
-        found["mirror"] = StateFiles(
-            mirror / job.id, job.digest(), durable=False, ledger=kind, home=directory
-        )
+        found["mirror"] = StateFiles(mirror / job.id, job.digest(), durable=False, ledger=kind, home=directory)
     return found
 
 

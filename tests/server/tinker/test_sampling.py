@@ -414,7 +414,7 @@ async def test_deleted_weights_leave_the_engine(tmp_path: Path) -> None:
         CheckpointTable(api.app.state.store.database).delete(["checkpoint-goes"])
         await api.samplers._drop_deleted()
         assert [name.split(":")[1] for name in api.client.adapters] == ["checkpoint-stays"]
-        assert (await api.drawn(samplers["stays"])), "the other one is served on"
+        assert await api.drawn(samplers["stays"]), "the other one is served on"
 
 
 async def test_ending_a_session_deletes_its_samplers_and_the_weights_without_a_name(tmp_path: Path) -> None:

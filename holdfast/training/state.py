@@ -15,7 +15,6 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -283,21 +282,22 @@ def mirror_directory(chosen: str) -> Path | None:
             raise ValueError(f"tuning_mirror {chosen} cannot be used: {error.strerror}") from None
         log.warning("holdfast: states of tuning jobs go to the disk only: %s", error.strerror)
         return None
-    clear_mirror(path)
+    for job in path.iterdir():
+        # No engine has resumed from this state of a killed one. The disk has a state that is at most a minute older.
+        if job.is_dir() and not job.is_symlink() and time.time() - job.stat().st_mtime > MIRROR_SECONDS:
+            shutil.rmtree(job, ignore_errors=True)
     return path
 
 
 def clear_mirror(mirror: Path) -> None:
-    """Delete the states of jobs that are gone, and those that have not changed for MIRROR_SECONDS.
+    """Delete the states of jobs whose directory is gone.
 
     A killed engine leaves the states of its jobs. Their owner may end a job that no engine has resumed, and delete its
     directory.
     """
     for job in mirror.iterdir() if mirror.is_dir() else ():
-        with suppress(OSError):  # Another engine of this user has just deleted it.
-            # The disk has a state that is at most a minute older than the one in memory.
-            if not job.is_symlink() and (_home_is_gone(job) or time.time() - job.stat().st_mtime > MIRROR_SECONDS):
-                shutil.rmtree(job, ignore_errors=True)
+        if not job.is_symlink() and _home_is_gone(job):
+            shutil.rmtree(job, ignore_errors=True)
 
 
 def _home_is_gone(states: Path) -> bool:

@@ -86,9 +86,14 @@ def new_job(
 
 
 def trainer_for(
-    model: Decoder, *, mirror: Path | None = None, arena: Arena | None = None, wake: Callable[[], None] = lambda: None
+    model: Decoder,
+    *,
+    mirror: Path | None = None,
+    arena: Arena | None = None,
+    wake: Callable[[], None] = lambda: None,
+    alone: int = 0,
 ) -> Trainer:
-    return Trainer(model, arena or arena_for(model), base_digest=BASE, mirror=mirror, wake=wake)
+    return Trainer(model, arena or arena_for(model), base_digest=BASE, mirror=mirror, wake=wake, alone=alone)
 
 
 def act(trainer: Trainer, job: str, action: TrainingAction, lent: int = BLOCKS) -> TrainingReport:

@@ -202,7 +202,11 @@ async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes
     """Tune with a model in this process. Returns the ended job."""
     read_mark(place.partial / MARK, place)  # Raises for a wrong mark before an engine starts for nothing.
     engine = dataclasses.replace(engine, max_adapter_rank=max(engine.max_adapter_rank, config.rank))
-    place.partial.mkdir(exist_ok=True, mode=0o700)
+    is_new = not place.partial.exists()
+    try:
+        place.partial.mkdir(exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(f"out is {place.out}; {place.partial} cannot be made: {error.strerror}") from None
     try:
         async with local_tuning(engine, place, notes) as (tuning, model):
             if (mark := read_mark(place.partial / MARK, place)) is not None and mark.place != model:
@@ -227,6 +231,9 @@ async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes
                         await asyncio.to_thread(copy_whole, adapter / name, target / name)
     except ApiError as error:
         raise CommandError(error.message) from None
+    finally:
+        if is_new and not (place.partial / MARK).exists():  # The run has not begun: there is nothing to go on with.
+            shutil.rmtree(place.partial, ignore_errors=True)
     shutil.rmtree(place.partial)
     return job.shown()
 

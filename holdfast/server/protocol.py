@@ -679,8 +679,23 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
+def _value_at(given: Any, param: str) -> Any:
+    """Return the value of a parameter, such as `a.b[0].c`; None if it cannot be found."""
+    for name in re.findall(r"[^.\[\]]+", param):
+        if isinstance(given, dict):
+            given = given.get(name)
+        elif isinstance(given, list) and name.isdecimal() and int(name) < len(given):
+            given = given[int(name)]
+        else:
+            return None
+    return given
+
+
 def _not_typed(reason: str, given: Mapping[str, Any]) -> ApiError:
-    """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number."""
+    """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number.
+
+    For a text or a list of a wrong length, it names the length.
+    """
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
         return invalid(f"{missing[1]} is missing", missing[1], "missing_required_parameter")
@@ -689,7 +704,9 @@ def _not_typed(reason: str, given: Mapping[str, Any]) -> ApiError:
     param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
     if unknown:
         return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
-    value = given.get(param)
+    value = _value_at(given, param)
+    if "of length" in what and isinstance(value, str | list | dict):
+        value = len(value)
     got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""
     return invalid(f"{param}: {what[:1].lower()}{what[1:]}{got}", param)
 

@@ -106,6 +106,8 @@ class Limits:
     """Number of token ids."""
     tokens: int
     """Most tokens of one datum."""
+    way_out: str = ""
+    """Ends the message about a datum that is too long, and names what sets the limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +142,7 @@ class CallData:
         """Raise ValueError, naming a datum, if the model cannot take the data."""
         for number, length in enumerate(self.lengths):
             if length > limits.tokens:
-                raise ValueError(f"datum {number} has {length} tokens; it may have {limits.tokens}")
+                raise ValueError(f"datum {number} has {length} tokens; it may have {limits.tokens}{limits.way_out}")
         for name in ("tokens", "targets"):
             ids = getattr(self, name)
             for number, part in enumerate(_parts(ids, self.lengths)) if _most(ids) >= limits.vocabulary else ():
@@ -328,9 +330,12 @@ class CallSteps:
     final = False
     """Whether `count` is the number of all steps that the job will ever have."""
 
-    def __init__(self, job: TrainingJob, layers: tuple[LayerHalves, ...], *, done: int = 0) -> None:
-        """`layers` are the halves of each layer of the base model. The first `done` calls need no outline any more."""
-        self.job, self.layers = job, layers
+    def __init__(self, job: TrainingJob, layers: tuple[LayerHalves, ...], *, done: int = 0, alone: int = 0) -> None:
+        """`layers` are the halves of each layer of the base model. The first `done` calls need no outline any more.
+
+        A datum above the job's micro-batch, of up to `alone` tokens, is a micro-batch by itself.
+        """
+        self.job, self.layers, self._alone = job, layers, alone
         self._calls: dict[int, Call] = {}
         self._outlines: dict[int, tuple[MicroBatch, ...]] = {}
         """The micro-batches of each call that is not forgotten."""
@@ -349,7 +354,7 @@ class CallSteps:
     @property
     def most_tokens(self) -> int:
         """An upper bound on the tokens of any micro-batch, of later calls too."""
-        return self.job.hyperparameters.micro_batch
+        return max(self.job.hyperparameters.micro_batch, self._alone)
 
     def add(self, call: Call, lengths: Sequence[int]) -> None:
         """Take the next call, with the number of positions of each of its data.
@@ -405,7 +410,8 @@ class CallSteps:
         """The micro-batches of a call that has not arrived. Raises ValueError for a datum that none of them holds."""
         if call.changes:
             return (MicroBatch((), (), (Unit("optimizer", 0),)),)
-        packed = pack(range(len(lengths)), lengths, self.most_tokens)
+        limit = self.job.hyperparameters.micro_batch
+        packed = pack(range(len(lengths)), lengths, limit, alone=self._alone)
         return tuple(self._micro_batch(call, data, lengths) for data in packed)
 
     def _micro_batch(self, call: Call, data: tuple[int, ...], lengths: Sequence[int]) -> MicroBatch:

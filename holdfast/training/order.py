@@ -59,17 +59,19 @@ class Order:
         return tuple(example_at(at, count=self.count, seed=self.seed, epoch=epoch) for at in positions)
 
 
-def pack(examples: Sequence[int], lengths: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+def pack(examples: Sequence[int], lengths: Sequence[int], limit: int, *, alone: int = 0) -> tuple[tuple[int, ...], ...]:
     """Cut a list of examples, in order, into micro-batches of at most `limit` tokens. `lengths` are of all examples.
 
-    No example is cut. Raises ValueError for an example above the limit.
+    No example is cut. One above the limit, of up to `alone` tokens, is a micro-batch by itself. Raises ValueError for
+    one above both.
     """
+    most = max(limit, alone)
     packed: list[list[int]] = []
     room = 0
     for example in examples:
         length = int(lengths[example])
-        if length > limit:
-            raise ValueError(f"example {example} has {length} tokens; a micro-batch holds {limit}")
+        if length > most:
+            raise ValueError(f"example {example} has {length} tokens; a micro-batch holds {most}")
         if length > room:
             packed.append([])
             room = limit

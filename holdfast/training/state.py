@@ -34,6 +34,8 @@ HEADER_CRC_END = len(MAGIC) + 4
 RECORD = np.dtype([("loss", "<f8"), ("validation", "<f8"), ("tokens", "<u8")])
 NAMES = ("a", "b")
 """Names of a job's two state files."""
+HOME = "home"
+"""Name of the file, next to states in the host's memory, that names the job's directory."""
 JOB_FILE = "job.json"
 SHARED_MEMORY = Path("/dev/shm")
 """A file system in the host's memory. Its files survive the engine, but not the host."""
@@ -174,14 +176,17 @@ class StateFiles:
         *,
         durable: bool,
         ledger: type[StepRows] | type[CallCounts] = StepRows,
+        home: Path | None = None,
     ) -> None:
         """`job` is the digest of the job, which has ledgers of this kind. A `durable` write is on the disk when it
-        returns."""
-        self.directory, self._job, self._durable, self._ledger = directory, job, durable, ledger
+        returns. `home` is the job's directory if the files are in another one: they are of no use without it."""
+        self.directory, self._job, self._durable, self._ledger, self._home = directory, job, durable, ledger, home
 
     def write(self, state: State) -> None:
         """Replace the older file. Raises OSError if there is no space; both files are then unchanged."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._home is not None:
+            (self.directory / HOME).write_text(str(self._home.absolute()))
         steps = [self._step(self._path(name)) for name in NAMES]
         target = self._path(NAMES[steps.index(min(steps))])
         partial = self.directory / f".state.{os.getpid()}.partial"
@@ -282,6 +287,26 @@ def mirror_directory(chosen: str) -> Path | None:
         if job.is_dir() and not job.is_symlink() and time.time() - job.stat().st_mtime > MIRROR_SECONDS:
             shutil.rmtree(job, ignore_errors=True)
     return path
+
+
+def clear_mirror(mirror: Path) -> None:
+    """Delete the states of jobs whose directory is gone.
+
+    A killed engine leaves the states of its jobs. Their owner may end a job that no engine has resumed, and delete its
+    directory.
+    """
+    for job in mirror.iterdir() if mirror.is_dir() else ():
+        if not job.is_symlink() and _home_is_gone(job):
+            shutil.rmtree(job, ignore_errors=True)
+
+
+def _home_is_gone(states: Path) -> bool:
+    """Whether the job of these states has no directory any more, or one that is no job's."""
+    try:
+        home = Path(read_text(states / HOME))
+    except (OSError, ValueError):
+        return False
+    return home.is_absolute() and not (home / JOB_FILE).exists()
 
 
 def write_job(directory: Path, job: TrainingJob) -> None:

@@ -28,7 +28,7 @@ from holdfast.training.call_files import JobFiles
 from holdfast.training.calls import CallSteps
 from holdfast.training.done import CallReport, Done, Host, JobFailure, StepReport
 from holdfast.training.jobs import JobSteps, TrainingJob
-from holdfast.training.state import CallCounts, State, StateFiles, StepRows, new_ledger, newest
+from holdfast.training.state import CallCounts, State, StateFiles, StepRows, clear_mirror, new_ledger, newest
 
 log = logging.getLogger("holdfast.engine")
 
@@ -185,8 +185,14 @@ class Storage:
     # Jobs
 
     def read(self, job: TrainingJob, directory: Path, layout: AdapterLayout) -> State:
-        """The newest state of a job in its directory and the mirror, or the state of a new job."""
-        return state_of(job, directory, layout, self._mirror)
+        """The newest state of a job in its directory and the mirror, or the state of a new job.
+
+        Frees the host memory of jobs that are gone.
+        """
+        found = state_of(job, directory, layout, self._mirror)
+        if self._mirror is not None:
+            clear_mirror(self._mirror)
+        return found
 
     def open(self, directory: Path, steps: Steps, layout: AdapterLayout, state: State, files: JobFiles) -> StoredJob:
         """Take a job with the state that `read` has found."""
@@ -532,7 +538,7 @@ def files_of(job: TrainingJob, directory: Path, mirror: Path | None) -> dict[str
     kind = type(new_ledger(job))
     found = {"disk": StateFiles(directory, job.digest(), durable=True, ledger=kind)}
     if mirror is not None:
-        found["mirror"] = StateFiles(mirror / job.id, job.digest(), durable=False, ledger=kind)
+        found["mirror"] = StateFiles(mirror / job.id, job.digest(), durable=False, ledger=kind, home=directory)
     return found
 
 

@@ -172,6 +172,7 @@ class Trainer(Device):
         wake: Callable[[], None] = lambda: None,
         link: StageLink | None = None,
         leads: bool = True,
+        alone: int = 0,
     ) -> None:
         """`arena` is the end of the engine's cache (`arena_of`). A job of another `base_digest` is refused.
 
@@ -181,8 +182,10 @@ class Trainer(Device):
         `mirror` is a directory in the host's memory, where states survive the engine but not the host. If it is None,
         states go only to the jobs' own directories. `pinning` is held while another thread locks host memory. `wake` is
         called when the writer is done with a state, mostly in its thread.
+
+        A datum of a driven job that is longer than the job's micro-batch is computed by itself, up to `alone` tokens.
         """
-        self._model, self._base_digest, self._arena = model, base_digest, arena
+        self._model, self._base_digest, self._arena, self._alone = model, base_digest, arena, alone
         self._device = model.spec.device
         self._jobs: dict[str, _Job] = {}
         self._leads = leads
@@ -258,8 +261,9 @@ class Trainer(Device):
     ) -> CallSource:
         """The calls of a driven job, from its state on."""
         spec = self._model.decoder
-        limits = Limits(spec.vocab_size, min(spec.max_positions, job.hyperparameters.micro_batch))
-        steps = CallSteps(job, layer_halves(spec), done=state.step)
+        steps = CallSteps(job, layer_halves(spec), done=state.step, alone=self._alone)
+        way_out = " (tuning_micro_batch)" if steps.most_tokens < spec.max_positions else ""
+        limits = Limits(spec.vocab_size, min(spec.max_positions, steps.most_tokens), way_out)
         followed = self._model.group is not None or self._stages.several
         return CallSource(directory, steps, layout, state, limits, known, followed=followed)
 

@@ -127,6 +127,8 @@ async def test_a_job_that_fails_ends_with_1_and_its_reason(tmp_path: Path, capsy
         (["data.jsonl", "--url", "http://x", "--max-sequences", "3"], "--max-sequences is for a model that runs here"),
         (["data.jsonl", "--out", "data.jsonl"], "data.jsonl exists; choose another --out"),
         (["data.jsonl", "--out", "none/adapter"], "cannot be written"),
+        (["data.jsonl", "--out", "/proc/adapter"], "/proc/adapter.partial cannot be made: "),
+        (["data.jsonl", "--model", "/nowhere"], "/nowhere does not exist"),
         (["data.jsonl", "--epochs", "51"], "epochs is 51; it must lie between 1 and 50"),
         (["data.jsonl", "--rank", "129"], "rank is 129; it must be a whole number from 1 to 128"),
         (["data.jsonl", "--target-module", "nose"], "modules are nose; choose each once from q, k, v"),

@@ -115,6 +115,18 @@ def test_a_loop_of_gradients_and_updates_lowers_the_loss(bench: Callable[..., Dr
     assert sorted(path.name for path in writer.directory.iterdir()) == ["job.json"]
 
 
+def test_a_datum_above_a_micro_batch_that_the_engine_chose_is_computed_by_itself(
+    bench: Callable[..., DrivenBench], tmp_path: Path
+) -> None:
+    found = []
+    for name, changes, size in (("alone", {"tuning_micro_batch": "auto"}, 16), ("together", {}, 128)):
+        each, writer = bench(**changes), Writer(tmp_path / name)
+        info = each.drive(writer, micro_batch=size)
+        assert info.micro_batch == (each.info.max_model_len if name == "alone" else 128)
+        found.append(each.loop_of(writer, 2))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 def everything(writer: Writer) -> list[tuple[dict[str, float], list[bytes]]]:
     """The results of all calls that have one, with the bits of their log probabilities."""
     found = [read_result(writer.directory, number) for number in result_numbers(writer.directory)]

@@ -421,10 +421,10 @@ def test_a_file_that_another_rank_may_still_read_outlasts_the_state_that_include
     assert call_numbers(tmp_path) == [4]
 
 
-def steps_for(micro_batch: int = 2048, done: int = 0) -> CallSteps:
+def steps_for(micro_batch: int = 2048, done: int = 0, alone: int = 0) -> CallSteps:
     chosen = Hyperparameters(epochs=1, batch_size=1, micro_batch=micro_batch)
     job = TrainingJob(id="job", hyperparameters=chosen, base_model="b", base_digest="d", data_digest="")
-    return CallSteps(job, (PLAIN, PLAIN), done=done)
+    return CallSteps(job, (PLAIN, PLAIN), done=done, alone=alone)
 
 
 def kinds(steps: CallSteps, step: int) -> list[list[str]]:
@@ -456,6 +456,15 @@ def test_calls_are_steps_and_their_units_are_those_of_jobs() -> None:
     assert steps.micro_batches(3) == ()
     assert not steps.validates(0) and not steps.checkpoint_after(3)
     assert steps.most_tokens == HEAD_ROWS + 2
+
+
+def test_a_datum_above_the_micro_batch_is_one_by_itself() -> None:
+    steps = steps_for(micro_batch=10, alone=30)
+    steps.add(call_of(0, "forward_backward"), (4, 5, 30, 3, 7, 11, 12, 1))
+    assert [batch.lengths for batch in steps.micro_batches(0)] == [(4, 5), (30,), (3, 7), (11,), (12,), (1,)]
+    assert steps.most_tokens == 30
+    with pytest.raises(ValueError, match="example 1 has 31 tokens; a micro-batch holds 30"):
+        steps.add(call_of(1, "forward"), (3, 31))
 
 
 def test_a_loss_in_two_passes_has_twice_the_units_of_the_head() -> None:

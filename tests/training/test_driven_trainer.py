@@ -110,6 +110,23 @@ def test_gradients_add_up_over_calls_and_a_forward_leaves_them_alone(model: Deco
     assert trainer.counts("parts") == (7, 1)
 
 
+def test_a_datum_above_the_micro_batch_trains_as_one_within_it(model: Decoder, tmp_path: Path) -> None:
+    data = [drawn_data(1, longest=20)[0], Datum([3 + at % 50 for at in range(100)], [4 + at % 50 for at in range(100)])]
+    found = []
+    for name, size, alone in (("within", 120, 0), ("above", 60, 100)):
+        trainer, writer = trainer_for(model, alone=alone), new_driven(tmp_path, name, micro_batch=size)
+        trainer.open(writer.directory)
+        assert trainer.most_tokens(name) == max(size, alone)
+        run(trainer, writer, writer.write("forward_backward", data), writer.write("optimize"))
+        found.append((read_result(writer.directory, 0).logprobs, vectors_of(trainer, name)[0]))
+    (first, params), (second, others) = found
+    assert all(np.allclose(one, other, atol=1e-5) for one, other in zip(first, second, strict=True))
+    assert torch.allclose(params, others, atol=2e-4)
+    too_long = writer.write("forward", [Datum([5] * 101, [6] * 101)])
+    with pytest.raises(ValueError, match=r"datum 0 has 101 tokens; it may have 100 \(tuning_micro_batch\)"):
+        trainer.prepare_call("above", too_long)
+
+
 def test_an_update_clears_the_gradients_and_one_without_gradients_changes_nothing(
     model: Decoder, tmp_path: Path
 ) -> None:

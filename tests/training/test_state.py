@@ -16,6 +16,7 @@ from holdfast.training.state import (
     State,
     StateFiles,
     StepRecord,
+    clear_mirror,
     mirror_directory,
     newest,
     read_job,
@@ -151,6 +152,23 @@ def test_old_states_in_shared_memory_are_deleted_and_others_stay(
     assert mirror_directory("off") is None
     path.chmod(0o777)
     assert mirror_directory("auto") is None
+
+
+def test_states_in_the_hosts_memory_go_with_their_job(tmp_path: Path) -> None:
+    mirror, homes = tmp_path / "mirror", {name: tmp_path / name for name in ("kept", "deleted", "moved")}
+    for name, home in homes.items():
+        home.mkdir()
+        (home / "job.json").write_text("{}")
+        (mirror / name).mkdir(parents=True)
+        (mirror / name / "home").write_text(str(home))
+    for name in ("of an older version", "half written"):
+        (mirror / name).mkdir()
+    (mirror / "half written" / "home").write_text("")
+    (homes["deleted"] / "job.json").unlink()
+    homes["moved"].rename(tmp_path / "elsewhere")
+    clear_mirror(mirror)
+    assert {each.name for each in mirror.iterdir()} == {"kept", "of an older version", "half written"}
+    clear_mirror(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])

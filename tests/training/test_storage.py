@@ -17,7 +17,7 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import Halves
 from holdfast.lm.models.peft_files import CONFIG_FILE, read_peft
 from holdfast.training.done import DoneStep, JobFailure, StepReport
-from holdfast.training.state import State, StateFiles, newest
+from holdfast.training.state import JOB_FILE, State, StateFiles, newest
 from holdfast.training.trainer import Trainer
 from tests.tuning import (
     act,
@@ -54,6 +54,26 @@ def test_every_step_is_reported_once_with_its_loss_and_after_it_was_stored(model
     assert [report.record.loss for report in reports] == losses
     assert [report.checkpoint is not None for report in reports] == [step % 3 == 2 for step in range(9)]
     assert not [*(tmp_path / "mirror").iterdir()]  # the disk has it all
+
+
+def test_a_killed_engines_state_leaves_the_hosts_memory_once_its_job_is_deleted(model: Decoder, tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+    killed = trainer_for(model, mirror=mirror)
+    for name in ("goes", "stays"):
+        killed.open(new_job(tmp_path, name=name))
+        act(killed, name, "restore")
+        finish(killed, name)
+        act(killed, name, "offload")
+    while not all(killed.settled(name) for name in ("goes", "stays")):
+        time.sleep(0.001)
+    # The engine ends here without closing its jobs, and the owner of one deletes it.
+    (tmp_path / "goes" / JOB_FILE).unlink()
+    assert {each.name for each in mirror.iterdir()} == {"goes", "stays"}
+    trainer = trainer_for(model, mirror=mirror)
+    trainer.open(new_job(tmp_path, name="next"))
+    assert [each.name for each in mirror.iterdir()] == ["stays"]
+    trainer.open(tmp_path / "stays")
+    assert trainer.next_slice("stays")[0] == trainer.steps("stays").count, "the state that was kept is whole"
 
 
 def test_a_slow_disk_delays_reports_and_no_step(

@@ -41,12 +41,18 @@ def make_trainer(
         wake=wake,
         link=allocated.link,
         leads=leads,
+        alone=longest_alone(config),
     )
+
+
+def longest_alone(config: EngineConfig) -> int:
+    """Most tokens of a datum that is a micro-batch by itself. A given micro-batch bounds it; a chosen one does not."""
+    return config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
 
 
 def training_workspace(config: EngineConfig, model: Decoder) -> int:
     """Most bytes that units of the largest micro-batch take besides the cache. Measured for one sequence."""
-    most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
+    most = longest_alone(config)
     tokens = min(most, model.decoder.max_positions)
     return workspace_bytes(model, tokens, config.max_adapter_rank, dora=config.dora) * most // tokens
 

@@ -119,11 +119,22 @@ def read_update(params: Mapping[str, Any] | None, others: Mapping[str, Any] | No
     try:
         if others is not None or params is None:
             raise ValueError("optim_step takes adam_params; models are trained by adamw")
-        given = {name: float(value) for name, value in params.items()}
+        given = {name: _number(name, value) for name, value in params.items()}
         return Wanted("optimize", Call(number=0, kind="optimize", adam=Adam(**given)))
     except (TypeError, ValueError) as error:
         reason = str(error).removeprefix("Adam.__init__() ")
         return Wanted("optimize", None, fault=f"adam_params: {reason}")
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a parameter's value. Raises ValueError for one that is no number, as NaN is in JSON."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        shown = msgspec.json.encode(value)[:32].decode(errors="replace")
+        raise ValueError(f"{name[:64]} is {shown}; it must be a finite number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name[:64]} is a number too large for a float") from None
 
 
 def _settings(message: Any) -> dict[str, float]:

@@ -7,7 +7,7 @@ import shutil
 import tarfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,10 @@ class Checkpoints:
     async def get(self, id: str) -> Checkpoint | None:
         """Return a checkpoint by its id, finished or not; None if there is none."""
         return await self._store.read(lambda store: CheckpointTable(store.database).get(id))
+
+    async def known(self, ids: Collection[str]) -> set[str]:
+        """Return those of some ids that are checkpoints."""
+        return await self._store.read(lambda store: CheckpointTable(store.database).known(ids))
 
     async def taken(self, model: str, kind: CheckpointKind, name: str) -> bool:
         """Whether a model has a checkpoint of this name, finished or being written."""

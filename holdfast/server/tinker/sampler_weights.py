@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager, suppress
 
 from holdfast.engine.client.client import AdapterError
@@ -28,8 +28,8 @@ class SamplerWeights:
         self._service, self._most = service, most
         self._users: Counter[str] = Counter()
         """Number of requests that use each adapter. One without requests has no entry."""
-        self._loaded: OrderedDict[str, None] = OrderedDict()
-        """Adapters that are loaded, the one used longest ago first."""
+        self._loaded: OrderedDict[str, str] = OrderedDict()
+        """Checkpoint of each adapter that is loaded, the one used longest ago first."""
         self._changing: dict[str, asyncio.Lock] = {}
         """By adapter, held while it is loaded or unloaded."""
         self._unloading: set[asyncio.Task[None]] = set()
@@ -50,6 +50,16 @@ class SamplerWeights:
             if not self._users[name]:
                 del self._users[name]
             self._shrink()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Ids of the checkpoints that are loaded."""
+        return [*{*self._loaded.values()}]
+
+    async def drop_deleted(self, deleted: Set[str]) -> None:
+        """Unload the checkpoints with these ids, which are deleted. One that a request still uses stays until then."""
+        for name in [name for name, checkpoint in self._loaded.items() if checkpoint in deleted]:
+            await self._unload(name)
 
     async def drop(self, checkpoint: Checkpoint, tenant: str) -> None:
         """Unload a checkpoint that no new request uses. Returns when its last request has ended."""
@@ -74,7 +84,7 @@ class SamplerWeights:
                 except EngineDead as error:
                     raise engine_dead(error) from None
                 self._service.belongs(name, tenant, all_adapters=False)
-            self._loaded[name] = None
+            self._loaded[name] = checkpoint.id
             self._loaded.move_to_end(name)
 
     def _shrink(self) -> None:

@@ -339,6 +339,7 @@ class Samplers:
                 await self._stop_ended()
                 for session in await self._store.read(lambda store: SamplerTable(store.database).sessions()):
                     await self._look_at(session)
+                await self._drop_deleted()
             except (ApiError, OSError) as error:
                 log.warning("sampling sessions cannot be released now: %s", error)
             await asyncio.sleep(self._tick_seconds)
@@ -349,6 +350,11 @@ class Samplers:
             future = await self._futures.get(running.tenant, id)
             if future.state != "pending":
                 running.task.cancel()
+
+    async def _drop_deleted(self) -> None:
+        """Unload the weights whose checkpoints are deleted."""
+        if loaded := self._weights.checkpoints:
+            await self._weights.drop_deleted({*loaded} - await self._checkpoints.known(loaded))
 
     async def _look_at(self, session: str) -> None:
         """Release the sampling sessions of a session that has ended, and unnamed weights that nobody uses."""

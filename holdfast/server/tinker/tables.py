@@ -431,6 +431,11 @@ class CheckpointTable:
             row = db.execute(select(checkpoints).where(checkpoints.c.id == id)).one_or_none()
             return None if row is None else _read_checkpoint(row.checkpoint)
 
+    def known(self, ids: Collection[str]) -> set[str]:
+        """Return those of some ids that are checkpoints, finished or not."""
+        with self._database.read() as db:
+            return {*db.execute(select(checkpoints.c.id).where(checkpoints.c.id.in_(ids))).scalars()}
+
     def page(
         self, tenant: str, now: float, *, model: str | None, offset: int, limit: int
     ) -> tuple[list[Checkpoint], int]:

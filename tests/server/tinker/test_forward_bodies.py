@@ -13,7 +13,7 @@ import zstandard
 from tinker_server import forward_body
 
 from holdfast.server.protocol import ApiError
-from holdfast.server.tinker.calls import Bounds, decompress, read_forward
+from holdfast.server.tinker.calls import Bounds, decompress, read_forward, read_update
 from holdfast.server.tinker.order import split
 from holdfast.server.tinker.protos import messages
 from holdfast.training.calls import Call, CallData, Datum, Limits, read_call, write_call
@@ -26,6 +26,16 @@ def test_a_body_is_decoded_into_tokens_targets_and_arrays() -> None:
     assert (found.model, found.seq, found.wanted.kind, found.wanted.fault) == ("m", 3, "forward_backward", "")
     assert [list(datum.tokens) for datum in found.wanted.data] == [[1, 2], [5]]
     assert found.digest == read_forward(forward_body("m", 3, data=[[1, 2], [5]]), BOUNDS).digest
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "null"), (True, "true"), ("0.1", '"0.1"'), ([1], r"\[1\]"), (10**400, "too large")]
+)
+def test_a_parameter_of_an_update_that_is_no_number_is_named(value: Any, shown: str) -> None:
+    """The SDK sends NaN as null."""
+    found = read_update({"learning_rate": value, "beta1": 0.9}, None)
+    assert found.call is None and re.search(f"^adam_params: learning_rate is .*{shown}", found.fault), found.fault
+    assert read_update({"learning_rate": 1}, None).call is not None
 
 
 def test_a_body_that_grows_beyond_the_limit_is_refused_before_it_is_decompressed() -> None:

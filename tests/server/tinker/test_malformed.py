@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import zstandard
 from sqlalchemy import func, select
 from tinker_server import forward_body, training_client
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.protocol import ApiError, typed
 from holdfast.server.run import open_store
 from holdfast.server.tinker.protos import MEDIA
+from holdfast.server.tinker.requests import CreateModel
 from holdfast.server.tinker.tables import checkpoints, futures, models, sessions
 
 REQUESTS = 600
@@ -104,6 +107,20 @@ def spoiled_forward(chance: random.Random, model: str) -> tuple[bytes, dict[str,
             packed[chance.randrange(len(packed))] ^= 1 << chance.randrange(8)
         body = packed
     return bytes(body), headers
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora_config": {"rank": 0}}, "lora_config.rank: expected `int` >= 1, got 0"),
+        ({"model_seq_id": -1}, "model_seq_id: expected `int` >= 0, got -1"),
+        ({"lora_config": {"rank": "8"}}, "lora_config.rank: expected `int`, got `str`"),
+    ],
+)
+def test_a_value_out_of_its_limits_is_named_wherever_it_stands(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        typed(bodies("m", "s")["create_model"] | changed, CreateModel)
+    assert refused.value.message == message
 
 
 async def promised(client: httpx.AsyncClient, path: str, **sent: Any) -> dict[str, Any]:

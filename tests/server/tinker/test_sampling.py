@@ -404,6 +404,19 @@ async def test_deleted_weights_are_a_404_that_says_so(tmp_path: Path) -> None:
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "checkpoint_not_found")
 
 
+async def test_deleted_weights_leave_the_engine(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        samplers = {name: await api.sampler(path=(await api.saved(name)).path) for name in ("goes", "stays")}
+        for sampler in samplers.values():
+            await api.drawn(sampler)
+        await api.samplers._drop_deleted()
+        assert len(api.client.adapters) == 2
+        CheckpointTable(api.app.state.store.database).delete(["checkpoint-goes"])
+        await api.samplers._drop_deleted()
+        assert [name.split(":")[1] for name in api.client.adapters] == ["checkpoint-stays"]
+        assert await api.drawn(samplers["stays"]), "the other one is served on"
+
+
 async def test_ending_a_session_deletes_its_samplers_and_the_weights_without_a_name(tmp_path: Path) -> None:
     async with serving(tmp_path) as api:
         named, unnamed = await api.saved("named"), await api.saved("unnamed-1", listed=False)

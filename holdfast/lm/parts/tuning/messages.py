@@ -98,7 +98,8 @@ class DrivenStart:
     mlp: bool = True
     seed: int = 0
     micro_batch: int | None = None
-    """Most tokens that are computed at once, and so most tokens of a datum. None: the engine chooses."""
+    """Most tokens that are computed at once. None: the engine chooses. A longer datum is computed by itself, up to
+    DrivenInfo.micro_batch."""
     known: int = 0
     """Number of calls whose results the owner has. The job reports no call before them."""
 

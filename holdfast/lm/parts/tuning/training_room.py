@@ -76,6 +76,6 @@ class TrainingRoom:
         if unit_seconds > self.seconds:
             return (
                 f"one of its units takes {1e3 * unit_seconds:.1f} ms with {tokens} tokens, and a step has room for "
-                f"{1e3 * self.seconds:.1f} ms, as {price}: choose a smaller micro_batch"
+                f"{1e3 * self.seconds:.1f} ms, as {price}: choose a smaller micro_batch, or shorter data"
             )
         return ""

@@ -344,7 +344,7 @@ class Tuner:
             return ""
         return (
             f"needs {blocks} blocks of the cache for micro-batches of {tokens} tokens, and {self.max_blocks} may be "
-            "lent: choose a smaller micro_batch or rank"
+            "lent: choose a smaller micro_batch or rank, or shorter data"
         )
 
     def _no_room(self, job: _Job, room: TrainingRoom) -> str:

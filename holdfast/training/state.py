@@ -179,14 +179,18 @@ class StateFiles:
         home: Path | None = None,
     ) -> None:
         """`job` is the digest of the job, which has ledgers of this kind. A `durable` write is on the disk when it
-        returns. `home` is the job's directory if the files are in another one: they are of no use without it."""
+        returns. `home` is the job's directory if the files are in another one: they are of no use without it, and the
+        first write notes it."""
         self.directory, self._job, self._durable, self._ledger, self._home = directory, job, durable, ledger, home
 
     def write(self, state: State) -> None:
         """Replace the older file. Raises OSError if there is no space; both files are then unchanged."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._home is not None:
-            (self.directory / HOME).write_text(str(self._home.absolute()))
+            partial = self.directory / f".{HOME}.{os.getpid()}.partial"
+            partial.write_text(str(self._home.absolute()))
+            partial.replace(self.directory / HOME)
+            self._home = None
         steps = [self._step(self._path(name)) for name in NAMES]
         target = self._path(NAMES[steps.index(min(steps))])
         partial = self.directory / f".state.{os.getpid()}.partial"

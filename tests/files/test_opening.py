@@ -93,6 +93,7 @@ REASONS = {
     ("server.version_files", "directory.open"): "`OwnDirectory.open`",
     ("training.data", "np.memmap"): "it is given an open file",
     ("training.framed", "np.memmap"): "it is given an open file",
+    ("training.state", "partial.write_text"): OWN,
     ("training.trainer", "self._storage.open"): NO_FILE,
 }
 """The reason why a call in a module may open a file in another way, or opens none, by module and call."""

@@ -23,7 +23,7 @@ from holdfast.engine.ranks.mailbox import Bell, Ticket
 from holdfast.engine.ranks.messages import Done, PlanWriter, Prepare
 from holdfast.engine.ranks.ranks import RankFailure, Seat, remove_stale_meetings
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.types import BlockCopy, Segment, StepPlan, TierCopies
+from holdfast.lm.types import BlockCopy, Segment, StepPlan, TableWrite, TierCopies
 from tests.engine.conftest import SMALL, wait_for_end
 from tests.scheduling import create_requests
 
@@ -137,7 +137,7 @@ def test_a_step_that_raises_on_one_rank_ends_the_wait_of_the_others(engine):
     (request,) = create_requests((3, 4, 5), temperature=0.0, max_tokens=4000)
     engine.loop.add(request)
     engine.loop.step()
-    without_blocks = StepPlan(99, [Segment("x", 7, 0, 1, (1,), None)])
+    without_blocks = StepPlan(99, [Segment("x", 7, 0, 1, (1,), None)], (TableWrite(7, 0, (-1,)),))
     engine.ranks.send(PlanWriter().write(without_blocks))  # rank 0 does not run it
     with pytest.raises(RankFailure, match="rank 1: step 99: row 7 has no block for position 0"):
         for _ in range(1000):

@@ -118,7 +118,8 @@ def test_a_datum_above_the_micro_batch_trains_as_one_within_it(model: Decoder, t
         trainer.open(writer.directory)
         assert trainer.most_tokens(name) == max(size, alone)
         run(trainer, writer, writer.write("forward_backward", data), writer.write("optimize"))
-        found.append((read_result(writer.directory, 0).logprobs, vectors_of(trainer, name)[0]))
+        params = vectors_of(trainer, name)[0]  # waits for the writer
+        found.append((read_result(writer.directory, 0).logprobs, params))
     (first, params), (second, others) = found
     assert all(np.allclose(one, other, atol=1e-5) for one, other in zip(first, second, strict=True))
     assert torch.allclose(params, others, atol=2e-4)
@@ -272,9 +273,10 @@ def test_data_with_unequal_numbers_of_targets_train_as_each_does_alone(model: De
         numbers = [writer.write("forward_backward", each) for each in calls]
         numbers.append(writer.write("optimize", adam=Adam(learning_rate=0.01)))
         run(trainer, writer, *numbers)
+        params = vectors_of(trainer, name)[0]  # waits for the writer
         scored = [read_result(writer.directory, number) for number in numbers[:-1]]
         loss = sum(each.metrics["loss:sum"] for each in scored)
-        found.append(([part for each in scored for part in each.logprobs], loss, vectors_of(trainer, name)[0]))
+        found.append(([part for each in scored for part in each.logprobs], loss, params))
     (together, loss, params), (alone, expected, others) = found
     assert [part.shape[1:] for part in together] == [(3,), (), (2,)]
     for one, other in zip(together, alone, strict=True):

@@ -241,7 +241,7 @@ def test_another_api_process_finishes_a_background_response_that_nobody_reads(se
 
 
 def test_a_process_whose_successor_cannot_start_goes_on(served: Served) -> None:
-    until(lambda: len(served.workers()) == 2)  # Those that an earlier test replaced may still drain.
+    until(lambda: len(served.workers()) == 2)  # API processes that an earlier test replaced may still drain.
     before = served.workers()
     with sqlite3.connect(served.store) as db:
         db.execute("INSERT INTO versions VALUES (99)")  # No API process opens such a store.

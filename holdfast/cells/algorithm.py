@@ -38,6 +38,7 @@ def enter(
     stops: np.ndarray,
     widths: np.ndarray,
     places: np.ndarray,
+    batch: int,
 ) -> None:
     """Write graphs into the table, and add subgraphs that wait for no other one to the queues.
 
@@ -45,7 +46,7 @@ def enter(
     a type's nodes begin. `link` is the start of free room in `links`, with as many entries as there are rows and edges.
     `stops` [chains, 3] has an entry for each chain that may end early: its row, the number of the returned output that
     ends it, and the value at which it ends. `widths` [types, State inputs] are those of the inputs' arenas, `places`
-    [types, outputs] the outputs' places in their rows.
+    [types, outputs] the outputs' places in their rows. `batch` is a number for all these graphs.
     """
     total, next_at = len(rows), offsets.copy()
     for at in range(total):
@@ -68,10 +69,12 @@ def enter(
         end = first[graph + 1] if graph + 1 < len(first) else total
         request = table[rows[first[graph]]]
         request["arrival"], request["started"], request["stopped"] = counts[ARRIVED], NOT_STARTED, False
+        request["batch"] = batch
         counts[ARRIVED] += 1
         left = 0
         for at in range(first[graph], end):
             table[rows[at]]["request"] = rows[first[graph]]
+            table[rows[at]]["next"] = rows[at + 1] if at + 1 < end else NOBODY
             left += subgraph[at] == at
         request["left"] = left
     for at in range(len(inputs)):
@@ -477,6 +480,44 @@ def _release(
             row = table[links[link]]
             row["order"] = subgraph["queue"] + row["place"]
             _append(ready, bounds, subgraph["type"], links[link])
+
+
+@compiled
+def rows_of(table: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+    """The rows of the requests that have these first rows, one request after the other."""
+    count = 0
+    for first in firsts:
+        row = first
+        while row != NOBODY:
+            count += 1
+            row = table[row]["next"]
+    rows, at = np.empty(count, np.int64), 0
+    for first in firsts:
+        row = first
+        while row != NOBODY:
+            rows[at] = row
+            at += 1
+            row = table[row]["next"]
+    return rows
+
+
+@compiled
+def free(table: np.ndarray, firsts: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Free requests that have these first rows. Returns their rows, and the batches of which none is left.
+
+    `left` is the number of requests of each batch that are not free.
+    """
+    rows = rows_of(table, firsts)
+    for row in rows:
+        table[row]["lost"] = False
+    ended, count = np.empty(len(firsts), np.int64), 0
+    for first in firsts:
+        batch = table[first]["batch"]
+        left[batch] -= 1
+        if left[batch] == 0:
+            ended[count] = batch
+            count += 1
+    return rows, ended[:count]
 
 
 @compiled

@@ -161,7 +161,7 @@ class CellGraph:
                 raise ValueError(f"cell {cell.name} needs the value {name}")
             given, whole = inputs.pop(name), (count, *shape)
             if type(given) is not np.ndarray or given.dtype is not kind or given.shape != whole:
-                given = _value(cell, name, given, kind, whole)
+                given = value_array(cell, name, given, kind, whole)
             values.append(given)
         first, rows = self.nodes, 1 if chain else count
         block = Block(cell, first, count, values, chain, stop, chain, rows)
@@ -219,7 +219,7 @@ class CellGraph:
         wanted = block.cell.takes[name]
         for other in self._named(block, column):
             if other.cell.gives.get(output) != wanted:
-                raise ValueError(_misfit(block.cell, name, other.cell, output))
+                raise ValueError(misfit(block.cell, name, other.cell, output))
 
     def _named(self, block: Block, column: np.ndarray) -> list[Block]:
         """The blocks whose nodes a column of a new block names, in the order of the graph."""
@@ -251,7 +251,8 @@ class CellGraph:
                 return
 
 
-def _value(cell: Cell, name: str, given: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def value_array(cell: Cell, name: str, given: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """A Value input as an array of this dtype and shape. Raises ValueError if it does not fit."""
     try:
         array = np.asarray(given, dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -292,7 +293,8 @@ def _first_misplaced(column: np.ndarray, first: int) -> int:
     return -1
 
 
-def _misfit(cell: Cell, name: str, producer: Cell, output: str) -> str:
+def misfit(cell: Cell, name: str, producer: Cell, output: str) -> str:
+    """Why a State input of a cell cannot take an output of another one."""
     wanted, given = cell.inputs[name], producer.outputs.get(output)
     if given is None:
         return f"cell {producer.name} has no output {output}; it has {', '.join(producer.outputs)}"

@@ -11,6 +11,7 @@ import numpy as np
 from holdfast.cells.cell import Cell
 from holdfast.cells.compiled import compiled
 from holdfast.cells.graph import Block, CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 
 
 class Part(NamedTuple):
@@ -120,6 +121,35 @@ class Splitter:
             )
         )
 
+    def split_batch(self, batch: GraphBatch) -> Partition:
+        """Split a batch whose cells have been checked into rows and subgraphs, as `split` does its graphs."""
+        blocks, none = batch.blocks, np.zeros(0, np.intp)
+        types = np.array([self._types[block.cell] for block in blocks], np.intp)
+        if len(blocks) == 1 and blocks[0].chain and not blocks[0].reads:
+            rows = np.arange(batch.requests)
+            return Partition(rows, types.repeat(batch.requests), blocks[0].counts, rows, none, none, none.reshape(0, 4))
+        columns: list[np.ndarray] = []
+        block_of: list[int] = []
+        reads: list[tuple[int, int, int]] = []  # column, State input, output
+        for number, block in enumerate(blocks):
+            inputs, begin = self._input[block.cell], len(columns)
+            reads += [(begin + place, inputs[name], self.outputs[output]) for name, output, place in block.reads]
+            columns += block.columns
+            block_of += [number] * len(block.columns)
+        ends = np.cumsum([len(column) for column in columns], dtype=np.intp)
+        return Partition(
+            *_split_batch(
+                len(self._input),
+                types,
+                np.array([block.chain for block in blocks], np.bool_),
+                np.stack([block.counts for block in blocks]),
+                np.concatenate(columns) if columns else none,
+                ends,
+                np.array(block_of, np.intp),
+                np.array(reads, np.intp).reshape(-1, 3),
+            )
+        )
+
     def _split_chains(self, graphs: Sequence[CellGraph]) -> Partition:
         """The Partition of graphs of one row each, which have no edges."""
         rows = np.arange(len(graphs))
@@ -193,6 +223,81 @@ def _split(
                 count += 1
     subgraph = _subgraphs(types_count, first, types, reader, producer)
     return first, types, steps, subgraph, reader, producer, inputs[:count]
+
+
+@compiled
+def _split_batch(
+    types_count: int,
+    types: np.ndarray,
+    chains: np.ndarray,
+    counts: np.ndarray,
+    named: np.ndarray,
+    ends: np.ndarray,
+    block_of: np.ndarray,
+    reads: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """The arrays of a Partition of a batch.
+
+    `types` and `chains` [blocks] are those of the blocks, `counts` [blocks, requests] the numbers of nodes. `named` has
+    the nodes that the columns name, one column after the other, `ends` the end of each column in it, and `block_of` the
+    block that reads by it.
+    """
+    blocks, requests = counts.shape
+    total = 0
+    for block in range(blocks):
+        total += requests if chains[block] else counts[block].sum()
+    first = np.empty(requests, np.intp)
+    row_types, steps = np.empty(total, np.intp), np.empty(total, np.intp)
+    reader, producer = np.empty(len(named), np.intp), np.empty(len(named), np.intp)
+    most = 0
+    for read in range(len(reads)):
+        column = reads[read, 0]
+        most += ends[column] - (ends[column - 1] if column else 0)
+    inputs = np.empty((most, 4), np.intp)
+    next_of = np.zeros(len(ends), np.intp)  # the next entry of each column
+    for column in range(1, len(ends)):
+        next_of[column] = ends[column - 1]
+    begins = np.empty(blocks, np.intp)  # the first row of each block of a request
+    row_of = np.empty(len(named), np.intp)  # the row that each entry names; below 0 for zeros
+    row = edges = count = 0
+    for request in range(requests):
+        first[request] = row
+        for block in range(blocks):
+            begins[block] = row
+            nodes = counts[block, request]
+            rows = 1 if chains[block] else nodes
+            row_types[row : row + rows] = types[block]
+            steps[row : row + rows] = nodes if chains[block] else 1
+            row += rows
+        for column in range(len(ends)):
+            block = block_of[column]
+            entries = 1 if chains[block] else counts[block, request]
+            for place in range(entries):
+                at = next_of[column] + place
+                node, other = named[at], 0
+                row_of[at] = -1
+                if node >= 0:
+                    while node >= counts[other, request]:
+                        node -= counts[other, request]
+                        other += 1
+                    row_of[at] = begins[other] + (0 if chains[other] else node)
+                    reader[edges], producer[edges] = begins[block] + place, row_of[at]
+                    edges += 1
+        for read in range(len(reads)):
+            column = reads[read, 0]
+            block = block_of[column]
+            entries = 1 if chains[block] else counts[block, request]
+            for place in range(entries):
+                given = row_of[next_of[column] + place]
+                if given >= 0:
+                    inputs[count, 0], inputs[count, 1] = begins[block] + place, given
+                    inputs[count, 2], inputs[count, 3] = reads[read, 1], reads[read, 2]
+                    count += 1
+        for column in range(len(ends)):
+            block = block_of[column]
+            next_of[column] += 1 if chains[block] else counts[block, request]
+    subgraph = _subgraphs(types_count, first, row_types, reader[:edges], producer[:edges])
+    return first, row_types, steps, subgraph, reader[:edges], producer[:edges], inputs[:count]
 
 
 @compiled

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from holdfast.cells.cell import Cell, Spec
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 
 SCRATCH = 0
 """The row of padding nodes of a task. No other node has it."""
@@ -55,6 +58,13 @@ class CellRequest(NamedTuple):
     """Time of arrival, in seconds on the monotonic clock."""
 
 
+class CellRequests(NamedTuple):
+    """Several requests, unfolded together. They come in this order, as if they were added one by one."""
+
+    ids: Sequence[str]
+    graphs: GraphBatch
+
+
 class CellOutput(NamedTuple):
     """A request that has ended."""
 
@@ -63,6 +73,61 @@ class CellOutput(NamedTuple):
     """Arrays [nodes, *shape], by the names that the graph gave to its results."""
     scheduled_at: float
     """Time at which the first of its nodes was planned, in seconds on the monotonic clock."""
+
+
+class EndedGroup(NamedTuple):
+    """Requests that ended in one round, whose results lie in shared arrays."""
+
+    ids: list[str]
+    scheduled_at: np.ndarray
+    """For each request, `CellOutput.scheduled_at`."""
+    results: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    """By name, the results of all requests, one after the other, and the end of each request's among them."""
+    own: Sequence[Mapping[str, np.ndarray]] = ()
+    """For each request, results that lie in arrays of their own. Empty if there are none."""
+
+    def output(self, at: int) -> CellOutput:
+        """The output of one request."""
+        results = dict(self.own[at]) if self.own else {}
+        for name, (array, ends) in self.results.items():
+            results[name] = array[int(ends[at - 1]) if at else 0 : int(ends[at])]
+        return CellOutput(self.ids[at], results, float(self.scheduled_at[at]))
+
+
+class CellOutputs(Sequence[CellOutput]):
+    """The requests that a round has ended, in order of arrival. An output is made only when it is asked for."""
+
+    __slots__ = ("_ends", "groups")
+
+    def __init__(self, groups: Sequence[EndedGroup] = ()) -> None:
+        self.groups = groups
+        self._ends = [*accumulate(len(group.ids) for group in groups)]
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the requests."""
+        return self.groups[0].ids if len(self.groups) == 1 else [id for group in self.groups for id in group.ids]
+
+    @property
+    def scheduled_at(self) -> np.ndarray:
+        """For each request, the time at which the first of its nodes was planned."""
+        return np.concatenate([group.scheduled_at for group in self.groups]) if self.groups else np.zeros(0)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        place = range(len(self))[at]
+        number = bisect_right(self._ends, place)
+        return self.groups[number].output(place - (self._ends[number - 1] if number else 0))
+
+    def __iter__(self) -> Iterator[CellOutput]:
+        return (group.output(at) for group in self.groups for at in range(len(group.ids)))
+
+
+NO_OUTPUTS = CellOutputs()
 
 
 class Task(NamedTuple):

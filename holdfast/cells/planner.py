@@ -30,8 +30,21 @@ import numpy as np
 from holdfast.cells import algorithm
 from holdfast.cells.cell import Cell, Output, State, Value, padded_size, sizes_by_type
 from holdfast.cells.graph import ZEROS, CellGraph
-from holdfast.cells.partition import Splitter
-from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
+from holdfast.cells.graph_batch import GraphBatch
+from holdfast.cells.partition import Partition, Splitter
+from holdfast.cells.plan import (
+    FIRST_ROW,
+    NO_OUTPUTS,
+    CellOutputs,
+    CellRequest,
+    CellRequests,
+    Layout,
+    Move,
+    Returned,
+    Round,
+    Task,
+)
+from holdfast.cells.results import Alone, Form, Result, ResultTable
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
 
 MAX_TASKS = 5
@@ -67,13 +80,13 @@ class CellStats:
 class SharedPlanner(Protocol):
     """A planner of rounds for several workers."""
 
-    def add(self, request: CellRequest) -> None: ...
+    def add(self, request: CellRequest | CellRequests) -> None: ...
 
     def abort(self, request_id: str) -> None: ...
 
     def schedule(self, worker: int, now: float) -> Round | None: ...
 
-    def update(self, plan: Round, result: Returned) -> list[CellOutput]: ...
+    def update(self, plan: Round, result: Returned) -> CellOutputs: ...
 
     def has_work(self) -> bool: ...
 
@@ -91,7 +104,7 @@ class CellWorker:
         """The next round of this worker. None if nothing can be formed before a round in flight ends."""
         return self._planner.schedule(self._number, now)
 
-    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
+    def update(self, plan: Round, result: Returned, now: float) -> CellOutputs:
         """Apply the result of the oldest round in flight. Returns the requests that it ends."""
         return self._planner.update(plan, result)
 
@@ -138,18 +151,30 @@ class CellPlanner:
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas(layout)
         self._workers, self._max_tasks, self._capacity = workers, max_tasks, capacity
-        self._waiting: dict[str, tuple[CellGraph, list[_Result]]] = {}
-        self._running: dict[str, _Request] = {}
-        self._by_row: dict[int, _Request] = {}
-        """Running requests, by their first row."""
+        self._results = ResultTable([kind.ranges for kind in self._kinds], capacity)
+        self._where: dict[str, int] = {}
+        """For each request: its first row, or if it has none yet, -1 minus the number of its lot."""
+        self._lots: dict[int, _Lone | _Lot] = {}
+        """Requests that wait, by the number of the call of `add`, oldest first."""
+        self._adds = 0
+        """Number of calls of `add`."""
+        self._waiting = 0
+        """Number of requests that wait."""
+        self._batches: dict[int, _Batch] = {}
+        """The batches that hold ranges, by number."""
+        self._free_batches = [*range(capacity - 1, -1, -1)]
+        self._left = np.zeros(capacity, np.int64)
+        """Number of requests of each batch that hold rows."""
         self._sent: list[deque[_Sent]] = [deque() for _ in range(workers)]
         """Rounds in flight, by worker, oldest first."""
         self._rounds = 0
         """Number of rounds that were planned."""
         self._completed = [0] * workers
         """Number of completed rounds, by worker."""
-        self._retired: list[tuple[list[int], list[_Request]]] = []
-        """Requests that ended early. Their rows are free once each worker has completed this number of rounds."""
+        self._retired: list[tuple[list[int], np.ndarray]] = []
+        """Requests that ended early, by their first rows. They are free once each worker has completed this number of
+        rounds.
+        """
         self._numbers = Numbers(FIRST_ROW, capacity)
         self._table = empty_table(capacity)
         self._sources = np.full((capacity, self._widths.shape[1]), NOBODY, np.int32)
@@ -161,39 +186,39 @@ class CellPlanner:
         """The planner of one worker."""
         return CellWorker(self, number)
 
-    def add(self, request: CellRequest) -> None:
-        """Queue a request. Raises ValueError, with the reason, if it can never run."""
-        if request.id in self._waiting or request.id in self._running:
-            raise ValueError(f"request id {request.id} is already in use; give each its own")
-        graph = request.graph
-        results = self._places_of(graph)
-        if not graph.rows:
-            raise ValueError("the graph has no nodes; it needs at least 1")
-        if graph.rows > self._capacity - FIRST_ROW:
-            raise ValueError(
-                f"the graph has {graph.rows} nodes, where a chain counts as one; "
-                f"at most {self._capacity - FIRST_ROW} fit"
-            )
-        self._waiting[request.id] = graph, results
+    def add(self, request: CellRequest | CellRequests) -> None:
+        """Queue requests. Raises ValueError, with the reason, if one can never run; then none of them is queued."""
+        lot = self._lone(request) if isinstance(request, CellRequest) else self._lot(request)
+        where = dict.fromkeys(lot.ids, -1 - self._adds)
+        if len(where) < len(lot.ids) or not self._where.keys().isdisjoint(where):
+            twice = next(id for at, id in enumerate(lot.ids) if id in self._where or id in lot.ids[:at])
+            raise ValueError(f"request id {twice} is already in use; give each its own")
+        self._where |= where
+        self._lots[self._adds] = lot
+        self._adds += 1
+        self._waiting += len(where)
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Ignores a request that has ended.
 
         Its nodes in flight still run, and their results are dropped.
         """
-        if self._waiting.pop(request_id, None) is not None:
+        first = self._where.pop(request_id, None)
+        if first is None:
             return
-        request = self._running.pop(request_id, None)
-        if request is not None:
-            rows = request.rows
-            del self._by_row[int(rows[0])]
-            self._table["lost"][rows] = True
-            algorithm.leave(self._table, self._queues.rows, self._queues.bounds)
-            self._retire([request])
+        if first < 0:
+            self._waiting -= 1
+            if self._lots[-1 - first].drop(request_id):
+                del self._lots[-1 - first]
+            return
+        firsts = np.array([first])
+        self._table["lost"][algorithm.rows_of(self._table, firsts)] = True
+        algorithm.leave(self._table, self._queues.rows, self._queues.bounds)
+        self._retire(firsts)
 
     def schedule(self, worker: int, now: float) -> Round | None:
         """Algorithm 1, Schedule (lines 4 to 11). None if nothing can be formed for this worker."""
-        if self._waiting:
+        if self._lots:
             self._admit()
         for kind in self._choose():
             plan = self._batch(kind, worker, now)
@@ -201,7 +226,7 @@ class CellPlanner:
                 return plan
         return None
 
-    def update(self, plan: Round, result: Returned) -> list[CellOutput]:
+    def update(self, plan: Round, result: Returned) -> CellOutputs:
         """Apply the end of a worker's oldest round. Returns the requests that this ends."""
         kind, sent = self._kinds[plan.type], self._sent[plan.worker].popleft()
         self._completed[plan.worker] += 1
@@ -231,25 +256,25 @@ class CellPlanner:
             sent.last,
             stops,
         )
-        ended = self._finish(firsts) if len(firsts) else []
+        ended = self._finish(firsts) if len(firsts) else NO_OUTPUTS
         if self._retired:
             self._free_retired()
         return ended
 
     def requests_of(self, task: Task) -> list[str]:
         """The requests of a task's nodes, in the order of the nodes. Call it before the next `update` or `abort`."""
-        return [self._by_row[first].id for first in self._table["request"][task.rows].tolist()]
+        return self._results.ids(self._table["request"][task.rows])
 
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._waiting or self._running)
+        return bool(self._where)
 
     def stats(self) -> CellStats:
         """The current queues and rows."""
         total = self._capacity - FIRST_ROW
         return CellStats(
-            waiting=len(self._waiting),
-            running=len(self._running),
+            waiting=self._waiting,
+            running=len(self._where) - self._waiting,
             rows_used=total - self._numbers.free,
             rows_total=total,
             ready=tuple(self._queues.length(kind.number) for kind in self._kinds),
@@ -271,7 +296,31 @@ class CellPlanner:
                 places[kind.number, names[name]] = layout.within(kind.cell, name)[1]
         return widths, places
 
-    def _places_of(self, graph: CellGraph) -> list[_Result]:
+    def _lone(self, request: CellRequest) -> _Lone:
+        """A request to queue. Raises ValueError if it can never run."""
+        graph = request.graph
+        results = self._places_of(graph)
+        if not graph.rows:
+            raise ValueError("the graph has no nodes; it needs at least 1")
+        self._check_rows(graph.rows)
+        return _Lone((request.id,), graph, results)
+
+    def _lot(self, requests: CellRequests) -> _Lot:
+        """Requests to queue. Raises ValueError if one can never run."""
+        graphs = requests.graphs
+        if len(requests.ids) != graphs.requests:
+            raise ValueError(f"there are {len(requests.ids)} ids for {graphs.requests} requests")
+        form, rows = self._results.form_of(graphs, self.types, self._held), graphs.rows
+        self._check_rows(int(rows.max()))
+        return _Lot(list(requests.ids), graphs, form, np.cumsum(rows))
+
+    def _check_rows(self, rows: int) -> None:
+        if rows > self._capacity - FIRST_ROW:
+            raise ValueError(
+                f"the graph has {rows} nodes, where a chain counts as one; at most {self._capacity - FIRST_ROW} fit"
+            )
+
+    def _places_of(self, graph: CellGraph) -> list[Result]:
         """The results of a graph and their places. Raises ValueError for cells and results that do not fit."""
         blocks, named = graph.blocks, graph.results
         if len(blocks) == 1 and len(named) == 1:
@@ -299,27 +348,78 @@ class CellPlanner:
 
     def _admit(self) -> None:
         """Give rows to waiting requests, first come, first served, while there are enough for a whole graph."""
+        while self._lots:
+            number, lot = next(iter(self._lots.items()))
+            if isinstance(lot, _Lone):
+                if not self._admit_alone():
+                    return
+            elif not self._admit_lot(number, lot):
+                return
+
+    def _admit_alone(self) -> bool:
+        """Give rows to the waiting requests that were added alone, up to the first lot. False if there are no rows."""
         free = self._numbers.free
-        ids: list[str] = []
-        for id, (graph, _) in self._waiting.items():
-            free -= graph.rows
+        lots: list[_Lone] = []
+        numbers = []
+        for number, lot in self._lots.items():
+            if not isinstance(lot, _Lone):
+                break
+            free -= lot.graph.rows
             if free < 0:
                 break
-            ids.append(id)
-        if not ids:
-            return
-        graphs, results = zip(*map(self._waiting.pop, ids), strict=True)
+            lots.append(lot)
+            numbers.append(number)
+        if not lots:
+            return False
+        for number in numbers:
+            del self._lots[number]
+        graphs = [lot.graph for lot in lots]
         found = self._splitter.split(graphs)
-        rows = self._numbers.take(len(found.types))
-        batch = _Batch(rows, len(ids))
+        batch = self._begin_batch(found, len(lots))
         stops, starts = self._make_room(graphs, batch)
-        running, by_row = self._running, self._by_row
+        rows = batch.rows
         firsts = found.first.tolist()
-        ends = [*firsts[1:], len(rows)]
-        for id, graph, places, start, first, end, number in zip(
-            ids, graphs, results, starts, firsts, ends, rows[found.first].tolist(), strict=True
-        ):
-            running[id] = by_row[number] = _Request(id, batch, first, end, start, graph.constants, places)
+        numbers = rows[found.first].tolist()
+        for lot, start, first, end, row in zip(lots, starts, firsts, [*firsts[1:], len(rows)], numbers, strict=True):
+            offsets = [offset + before for offset, before in zip(batch.offsets, start, strict=True)]
+            (id,) = lot.ids
+            self._where[id] = row
+            self._results.note_alone(row, id, Alone(lot.results, lot.graph.constants, offsets, rows[first:end]))
+        self._enter(found, batch, stops)
+        self._waiting -= len(lots)
+        return True
+
+    def _admit_lot(self, number: int, lot: _Lot) -> bool:
+        """Give rows to requests of a lot, up to one that was aborted. False if there are no rows for the next one."""
+        begin, end = lot.next_run(self._numbers.free)
+        if begin == end:
+            return False
+        graphs, ids = lot.graphs.part(begin, end), lot.ids[begin:end]
+        found = self._splitter.split_batch(graphs)
+        batch = self._begin_batch(found, len(ids))
+        firsts = batch.rows[found.first]
+        begins = self._store_batch(graphs, lot.form, batch)
+        stops, chains = _stops_of(graphs, batch.rows, found.first)
+        self._results.note(firsts, ids, lot.form, graphs, begins, chains)
+        self._where.update(zip(ids, firsts.tolist(), strict=True))
+        for type_, block in zip(lot.form.types, graphs.blocks, strict=True):
+            if block.stop is not None:
+                self._kinds[type_].stops = True
+        self._enter(found, batch, stops)
+        self._waiting -= len(ids)
+        if lot.admitted(end):
+            del self._lots[number]
+        return True
+
+    def _begin_batch(self, found: Partition, requests: int) -> _Batch:
+        """Take rows for requests."""
+        batch = _Batch(self._free_batches.pop(), self._numbers.take(len(found.types)))
+        self._batches[batch.number] = batch
+        self._left[batch.number] = requests
+        return batch
+
+    def _enter(self, found: Partition, batch: _Batch, stops: np.ndarray) -> None:
+        rows = batch.rows
         link = batch.hold(self._links, len(rows) + len(found.reader)) if len(found.reader) else 0
         algorithm.enter(
             self._table,
@@ -335,7 +435,36 @@ class CellPlanner:
             stops,
             self._widths,
             self._places,
+            batch.number,
         )
+
+    def _store_batch(self, graphs: GraphBatch, form: Form, batch: _Batch) -> list[np.ndarray]:
+        """Store the values of a batch's nodes. Returns, for each block, the index of each request's first node.
+
+        The nodes of a type lie one request after the other, and those of a request one block after the other.
+        """
+        begins: dict[int, np.ndarray] = {}
+        for type_, kind in enumerate(self._kinds):
+            mine = [block for block, own in enumerate(form.types) if own == type_]
+            if not mine:
+                batch.offsets.append(0)
+                continue
+            nodes = sum(graphs.blocks[number].counts for number in mine)
+            ends = nodes.cumsum()
+            offset = batch.hold(kind.ranges, int(ends[-1]))
+            batch.offsets.append(offset)
+            begin = offset + ends - nodes
+            for number in mine:
+                block = graphs.blocks[number]
+                begins[number] = begin
+                for items, value in zip(kind.ranges.items, block.values, strict=False):
+                    if len(mine) == 1:
+                        items[offset : offset + len(value)] = value
+                    else:
+                        before = block.counts.cumsum() - block.counts
+                        items[np.arange(len(value)) + (begin - before).repeat(block.counts)] = value
+                begin = begin + block.counts
+        return [begins[number] for number in range(len(form.types))]
 
     def _make_room(self, graphs: Sequence[CellGraph], batch: _Batch) -> tuple[np.ndarray, list[tuple[int, ...]]]:
         """Store the values of these graphs in ranges of `batch`.
@@ -447,57 +576,60 @@ class CellPlanner:
 
     # Completion.
 
-    def _finish(self, firsts: np.ndarray) -> list[CellOutput]:
+    def _finish(self, firsts: np.ndarray) -> CellOutputs:
         """End the requests that have these first rows."""
-        early: list[_Request] = []
-        done: list[_Request] = []
-        ended = []
-        running, by_row, kinds = self._running, self._by_row, self._kinds
-        for first, started, stopped in zip(
-            firsts.tolist(),
-            self._table["started"][firsts].tolist(),
-            self._table["stopped"][firsts].tolist(),
-            strict=True,
-        ):
-            request = by_row.pop(first)
-            del running[request.id]
-            results = dict(request.constants) if request.constants else {}
-            batch, starts = request.batch, request.starts
-            for name, places in request.places:
-                found = []
-                for number, position, begin, end, chain in places:
-                    offset = batch.offsets[number] + starts[number]
-                    end = offset + end if chain == NOBODY else self._table["end"].item(request.row(chain))
-                    found.append(kinds[number].ranges.items[position][offset + begin : end])
-                # The memory will later hold other results.
-                results[name] = found[0].copy() if len(found) == 1 else np.concatenate(found)
-            ended.append(CellOutput(request.id, results, started))
-            (early if stopped else done).append(request)
-        if early:
-            self._retire(early)
-        if done:
-            self._free(done)
+        ended = self._results.read(self._table, firsts)
+        for id in ended.ids:
+            del self._where[id]
+        stopped = self._table["stopped"][firsts]
+        if stopped.any():
+            self._retire(firsts[stopped])
+            firsts = firsts[~stopped]
+        if len(firsts):
+            self._free(firsts)
         return ended
 
-    def _retire(self, requests: list[_Request]) -> None:
+    def _retire(self, firsts: np.ndarray) -> None:
         """Free requests that ended early once none of their tasks can be in flight."""
         if any(self._sent):
             rounds = [done + len(sent) for done, sent in zip(self._completed, self._sent, strict=True)]
-            self._retired.append((rounds, requests))
+            self._retired.append((rounds, firsts))
         else:
-            self._free(requests)
+            self._free(firsts)
 
     def _free_retired(self) -> None:
         while self._retired and all(map(int.__le__, self._retired[0][0], self._completed)):
             self._free(self._retired.pop(0)[1])
 
-    def _free(self, requests: list[_Request]) -> None:
+    def _free(self, firsts: np.ndarray) -> None:
         """Free the rows and ranges of requests."""
-        rows = np.concatenate([request.batch.rows[request.first : request.end] for request in requests])
-        self._table["lost"][rows] = False
+        self._results.forget(firsts)
+        rows, batches = algorithm.free(self._table, firsts, self._left)
         self._numbers.give(rows)
-        for batch, count in Counter([request.batch for request in requests]).items():
-            batch.leave(count)
+        for number in batches.tolist():
+            for ranges, offset, length in self._batches.pop(number).held:
+                ranges.give(offset, length)
+            self._free_batches.append(number)
+
+
+def _stops_of(graphs: GraphBatch, rows: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, list[np.ndarray | None]]:
+    """The chains of a batch that may stop: as `enter` takes them, and for each block their rows in the table.
+
+    `rows` are those of the batch, and `first` is that of a Partition.
+    """
+    chains: list[np.ndarray | None] = [None] * len(graphs.blocks)
+    if all(block.stop is None for block in graphs.blocks):
+        return NO_CHAINS, chains
+    stops, at = [], first
+    for number, block in enumerate(graphs.blocks):
+        if block.stop is not None:
+            output, value = block.stop
+            entry = np.empty((len(at), 3), np.int64)
+            entry[:, 0], entry[:, 1], entry[:, 2] = at, block.cell.returned.index(output), value
+            stops.append(entry)
+            chains[number] = rows[at]
+        at = at + (1 if block.chain else block.counts)
+    return np.concatenate(stops), chains
 
 
 def _moves(moved: np.ndarray) -> list[Move]:
@@ -551,10 +683,9 @@ class _Kind:
 class _Batch:
     """Requests that were given rows together. Their ranges are free once all of them have ended."""
 
+    number: int
     rows: np.ndarray
     """The rows of the requests, one request after the other."""
-    left: int
-    """Number of requests that have not ended."""
     held: list[tuple[Ranges, int, int]] = field(default_factory=list)
     """Memory, offset and length of each range."""
     offsets: list[int] = field(default_factory=list)
@@ -566,47 +697,51 @@ class _Batch:
         self.held.append((ranges, offset, length))
         return offset
 
-    def leave(self, count: int) -> None:
-        """Count requests that have ended, and free the ranges after the last."""
-        self.left -= count
-        if not self.left:
-            for ranges, offset, length in self.held:
-                ranges.give(offset, length)
 
+class _Lone(NamedTuple):
+    """A request that was added alone and waits."""
 
-_Place = tuple[int, int, int, int, int]
-"""The place of some nodes' results: type, position, begin, end, chain.
+    ids: tuple[str]
+    graph: CellGraph
+    results: list[Result]
 
-The position is that of the output among the values and returned outputs of the type. `begin` and `end` count the nodes
-of the type from the request's first. The chain is one that may have stopped before `end`, as a row of the request, from
-0; NOBODY for other nodes.
-"""
-_Result = tuple[str, list[_Place]]
-"""A result of a request: its name and places."""
+    def drop(self, id: str) -> bool:
+        """Drop a request. Returns whether none is left."""
+        return True
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """A request that has rows."""
+class _Lot:
+    """Requests that were added together, and wait in this order."""
 
-    id: str
-    batch: _Batch
-    first: int
-    """The first of its rows among those of its batch."""
-    end: int
-    """The end of its rows among those of its batch."""
-    starts: tuple[int, ...]
-    """For each type, the number of nodes of the batch that come before its own."""
-    constants: Mapping[str, np.ndarray]
-    places: list[_Result]
+    ids: list[str]
+    graphs: GraphBatch
+    form: Form
+    row_ends: np.ndarray
+    """Number of rows of the requests up to each one."""
+    begin: int = 0
+    """The first request that waits."""
+    dropped: set[int] = field(default_factory=set)
+    """Requests from `begin` on that were aborted."""
 
-    @property
-    def rows(self) -> np.ndarray:
-        return self.batch.rows[self.first : self.end]
+    def drop(self, id: str) -> bool:
+        """Drop a request. Returns whether none is left."""
+        self.dropped.add(self.ids.index(id, self.begin))
+        return self.admitted(self.begin)
 
-    def row(self, number: int) -> int:
-        """One of its rows, counted from 0."""
-        return int(self.batch.rows[self.first + number])
+    def next_run(self, rows: int) -> tuple[int, int]:
+        """The begin and end of the next requests, without aborted ones, that have at most so many rows."""
+        before = int(self.row_ends[self.begin - 1]) if self.begin else 0
+        end = int(np.searchsorted(self.row_ends, before + rows, side="right"))
+        return self.begin, min([end, *self.dropped])
+
+    def admitted(self, end: int) -> bool:
+        """Move `begin` to `end`, or beyond it while requests were aborted. Returns whether none is left."""
+        while end in self.dropped:
+            self.dropped.remove(end)
+            end += 1
+        self.begin = end
+        return end == len(self.ids)
 
 
 def prepare() -> None:
@@ -623,6 +758,11 @@ def prepare() -> None:
         graph.add(step, 2, token=[0, 0], state=([ZEROS, ZEROS], "state"))
         planner.add(CellRequest(stop[0], graph))
     plan = planner.schedule(0, 0.0)
+    batch = GraphBatch(1)
+    batch.chain(step, [2], token=[0, 0])
+    batch.add(step, [1], token=[0], state=([1], "state"))
+    planner.add(CellRequests(("batch",), batch))
+    planner.schedule(1, 0.0)
     planner.abort("score")
     if plan is not None:
         sizes = [len(task.rows) for task in plan.tasks]

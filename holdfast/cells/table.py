@@ -49,6 +49,7 @@ ROW = np.dtype(
         ("round", "i8"),  # last round that has a node of it, with several workers
         ("home", "i4"),  # worker that ran its last step
         ("copies", "u8"),  # workers that have its state, as bits
+        ("next", "i4"),  # the next row of its request; NOBODY for the last one
         # Subgraphs.
         ("queue", "i8"),  # position in the queue of its type, once it is in it; a row's position adds its `place`
         ("rows_left", "i4"),  # number of rows that have not ended
@@ -60,6 +61,7 @@ ROW = np.dtype(
         ("last_round", "i8"),  # last round that has a node of it
         ("pinned", "i4"),  # worker of its last round, until that has completed; no other worker may run its nodes
         # Requests.
+        ("batch", "i4"),  # number of the batch in which it was given its rows
         ("left", "i4"),  # subgraphs that have not ended
         ("arrival", "i8"),  # number in order of arrival
         ("started", "f8"),  # time when its first node was planned; below 0 before that

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from holdfast.cells import algorithm
 from holdfast.cells.cell import Cell
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
@@ -184,7 +185,8 @@ def check_nothing_is_held(planner: CellPlanner) -> None:
     assert sorted(numbers.take(numbers.free).tolist()) == list(range(1, planner._capacity))
     assert [ranges.held for ranges in (kind.ranges for kind in planner._kinds)] == [0] * len(planner._kinds)
     assert planner._links.held == 0
-    assert not planner._by_row and not planner._retired and not any(planner._sent)
+    assert not planner._where and not planner._lots and not planner._batches and not planner._left.any()
+    assert not planner._retired and not any(planner._sent)
     assert not table["lost"].any() and (table["pinned"] == -1).all()
 
 
@@ -399,7 +401,7 @@ def test_state_is_copied_to_a_worker_once() -> None:
     assert driver.schedule(0) == [[0, 1, 3]] and driver.update(0) == []
     assert driver.schedule(1) == [[2, 4]]
     [move] = driver.rounds[1][0].moves
-    read, _, other = driver.planner._running["a"].rows[[0, 1, 3]].tolist()
+    read, _, other = algorithm.rows_of(driver.planner._table, np.array([driver.planner._where["a"]]))[[0, 1, 3]].tolist()
     assert move.worker == 0 and sorted(move.rows.tolist()) == sorted([read, other])
     assert driver.update(1) == ["a"]
 

@@ -6,11 +6,14 @@ Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  
      python -m benchmarks.papers.cells_serve measure --device cuda:0 cuda:1 --only seq2seq --out DIR
      python -m benchmarks.papers.cells_serve show --out DIR  # the table and DIR/cells-serve.png
      python -m benchmarks.papers.cells_serve peaks --device cuda:0 --only tree --out DIR  # a minute on a GPU
+     python -m benchmarks.papers.cells_serve peaks --device host --hidden 8 --vocabulary 100 --only tree --out DIR
 
 Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (benchmarks/lib/cells/workloads.py);
 Seq2Seq decodes as many words as its sentence has. `equal-lstm` and `equal-tree` have sentences of 24 and complete trees
 of 16 leaves, where padding to the exact length is the ideal: a fixed graph. One thread for each device unfolds, plans,
-submits and collects; only graphs of operators are built before, as a system made for them builds them faster. `cuDNN`
+submits and collects; only graphs of operators are built before, as a system made for them builds them faster. Requests
+for cellular batching are unfolded together, as many as are due, and their results stay together in arrays. The device
+`host` computes nothing, and its results are zeros: what it takes is the host's time, which is then CPU time. `cuDNN`
 is torch's nn.LSTM over whole batches, without a planner: padded, in buckets of 10 that take turns, or packed, first
 come, first served.
 
@@ -26,7 +29,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 import threading
 import time
@@ -61,8 +63,9 @@ from holdfast.cells import nn
 from holdfast.cells.cell import Cell, Output, State, Value
 from holdfast.cells.executor import CpuExecutor
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.measure import round_of_zeros
-from holdfast.cells.plan import CellOutput, CellRequest
+from holdfast.cells.plan import CellOutput, CellOutputs, CellRequest, CellRequests, EndedGroup, Returned, Round
 from holdfast.cells.planner import MAX_TASKS, CellPlanner
 from holdfast.cells.workers import ROUNDS, tasks_of_a_round
 from holdfast.loop.loop import Loop
@@ -93,7 +96,7 @@ class Sample:
 class Engine(Protocol):
     """A system that serves requests."""
 
-    def add(self, request: str, sample: Sample) -> None: ...
+    def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None: ...
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
         """Do a part of the work. Returns the requests that ended, or None if there was nothing to do."""
@@ -105,18 +108,19 @@ class Engine(Protocol):
 class HostTimes(defaultdict[str, float]):
     """The host's seconds by what they were spent on."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(float)
+        self._clock = clock
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """A function that calls `call` and adds its time to `name`."""
 
         def run(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            began = self._clock()
             try:
                 return call(*arguments)
             finally:
-                self[name] += time.perf_counter() - began
+                self[name] += self._clock() - began
 
         return run
 
@@ -146,7 +150,7 @@ class Locked:
         self._planner, self._lock = planner, lock
         self.abort, self.stats, self.has_work = planner.abort, planner.stats, planner.has_work
 
-    def add(self, request: CellRequest) -> None:
+    def add(self, request: CellRequest | CellRequests) -> None:
         with self._lock:
             self._planner.add(request)
 
@@ -159,10 +163,48 @@ class Locked:
             return self._planner.update(plan, result, now)
 
 
+Unfold = Callable[[Sequence[str], Sequence[Sample]], Sequence[CellRequest | CellRequests]]
+"""Unfolds requests: their ids and contents."""
+
+
+def singly(unfold: Callable[[Sample], CellGraph]) -> Unfold:
+    """Unfold one request after the other."""
+    return lambda ids, samples: [CellRequest(id, unfold(sample)) for id, sample in zip(ids, samples, strict=True)]
+
+
+def together(unfold: Callable[[Sequence[Sample]], GraphBatch]) -> Unfold:
+    """Unfold requests into one batch."""
+    return lambda ids, samples: [CellRequests(ids, unfold(samples))]
+
+
+class HostExecutor:
+    """A device that computes nothing: each returned output is zeros, at once."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._returned = [
+            [np.zeros((cell.sizes[-1], *cell.outputs[name].shape), cell.outputs[name].dtype) for name in cell.returned]
+            for cell in cells
+        ]
+        self._rounds: deque[Round] = deque()
+
+    def connect(self, executors: Sequence[Any]) -> None:
+        pass
+
+    def submit(self, plan: Round) -> None:
+        self._rounds.append(plan)
+
+    def collect(self) -> Returned:
+        plan = self._rounds.popleft()
+        return [tuple([zeros[: len(task.rows)] for zeros in self._returned[plan.type]]) for task in plan.tasks]
+
+    def close(self) -> None:
+        self._rounds.clear()
+
+
 class CellEngine:
     """A planner over executors, one for each device."""
 
-    def __init__(self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph]) -> None:
+    def __init__(self, planner: ManyWorkers, executors: Sequence[Any], unfold: Unfold) -> None:
         lock: Any = threading.Lock() if len(executors) > 1 else nullcontext()
         workers = [planner.worker(at) for at in range(len(executors))]
         self.loops: list[Loop[Any, Any, Any, Any, Any]] = [
@@ -174,9 +216,10 @@ class CellEngine:
         self.ended = 0
         """Number of requests that have ended."""
 
-    def add(self, request: str, sample: Sample) -> None:
-        self._added.append(request)
-        self.loops[0].add(CellRequest(request, self.unfold(sample)))
+    def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
+        self._added += requests
+        for each in self.unfold(requests, samples):
+            self.loops[0].add(each)
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
         outputs = self.loops[worker].step()
@@ -207,12 +250,14 @@ class CudnnEngine:
         self._buckets: dict[int, deque[tuple[str, np.ndarray, float]]] = {}
         self._turn: list[int] = []
 
-    def add(self, request: str, sample: Sample) -> None:
-        key = (len(sample.tokens) - 1) // self._width if self._width else 0
-        if key not in self._buckets:
-            self._buckets[key] = deque()
-            self._turn.append(key)
-        self._buckets[key].append((request, sample.tokens, time.perf_counter()))
+    def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
+        now = time.perf_counter()
+        for request, sample in zip(requests, samples, strict=True):
+            key = (len(sample.tokens) - 1) // self._width if self._width else 0
+            if key not in self._buckets:
+                self._buckets[key] = deque()
+                self._turn.append(key)
+            self._buckets[key].append((request, sample.tokens, now))
 
     @torch.inference_mode()
     def step(self, worker: int) -> Sequence[CellOutput] | None:
@@ -225,10 +270,8 @@ class CudnnEngine:
                 longest = max(len(tokens) for _, tokens, _ in batch)
                 bound = longest if self._width is None else -(-longest // self._width) * self._width
                 labels = self._run([tokens for _, tokens, _ in batch], bound)
-                return [
-                    CellOutput(request, {"label": label[None]}, now)
-                    for (request, _, _), label in zip(batch, labels, strict=True)
-                ]
+                results = {"label": (labels, np.arange(1, len(batch) + 1))}
+                return CellOutputs([EndedGroup([id for id, *_ in batch], np.full(len(batch), now), results)])
         return None
 
     def _run(self, sentences: list[np.ndarray], bound: int) -> np.ndarray:
@@ -287,6 +330,13 @@ class Probe:
     results: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
+def ended_of(outputs: Sequence[CellOutput]) -> tuple[list[str], np.ndarray]:
+    """The ids of requests that have ended, and when each was scheduled."""
+    if isinstance(outputs, CellOutputs):
+        return outputs.ids, outputs.scheduled_at
+    return [output.request_id for output in outputs], np.array([output.scheduled_at for output in outputs])
+
+
 def serve(
     engine: Engine,
     samples: Sequence[Sample],
@@ -316,14 +366,19 @@ def serve(
         nonlocal added
         with lock:
             now = time.perf_counter() - begin
-            for _ in range(min(BURST, count - added)):
-                due = arrivals[added] if arrivals is not None else (now if added - ended < clients else math.inf)
-                if due > now:
-                    return float(min(due - now, 1e-3))
-                arrival[added] = due
-                engine.add(str(added), samples[added])
-                added += 1
-        return 0.0 if added < count else 1e-3
+            if arrivals is None:
+                due = clients - (added - ended)
+            else:
+                due = int(np.searchsorted(arrivals, now, side="right")) - added
+            end = min(added + max(0, min(due, BURST)), count)
+            if end > added:
+                arrival[added:end] = now if arrivals is None else arrivals[added:end]
+                engine.add([str(number) for number in range(added, end)], samples[added:end])
+                added = end
+            if due >= BURST:
+                return 0.0
+            wait = 1e-3 if arrivals is None or added == count else float(arrivals[added]) - now
+        return min(max(wait, 0.0), 1e-3)
 
     def work(worker: int) -> None:
         nonlocal ended
@@ -333,8 +388,9 @@ def serve(
             outputs = engine.step(worker)
             now = time.perf_counter() - begin
             if outputs:
-                at = [int(output.request_id) for output in outputs]
-                scheduled[at], finished[at] = [output.scheduled_at - begin for output in outputs], now
+                ids, started = ended_of(outputs)
+                at = np.array(ids, np.int64)
+                scheduled[at], finished[at] = started - begin, now
                 if keep:
                     results.update((output.request_id, output.results) for output in outputs)
                 with lock:
@@ -381,6 +437,8 @@ class Endless(Sequence[Sample]):
         return self._count
 
     def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self._some[each % len(self._some)] for each in range(*at.indices(self._count))]
         return self._some[at % len(self._some)]
 
 
@@ -446,7 +504,9 @@ class Bench:
         types = {cell: number for number, cell in enumerate(cells)}
         made: list[Any] = []
         for device in self.run.device:
-            if device == "cpu":
+            if device == "host":
+                made.append(HostExecutor(cells))
+            elif device == "cpu":
                 made.append(CpuExecutor(cells, types, capacity=CAPACITY))
             else:
                 from holdfast.cells.executor_cuda import CudaExecutor  # needs Triton
@@ -471,7 +531,7 @@ class Bench:
         name: str,
         cells: Sequence[Cell],
         executors: Sequence[Any],
-        unfold: Callable[[Sample], CellGraph],
+        unfold: Unfold,
         plan: Callable[..., ManyWorkers],
         role: Literal["ours", "baseline"] = "baseline",
     ) -> System:
@@ -510,17 +570,22 @@ class Bench:
         cells = [cell]
         executors = self.executors(cells)
 
+        @together
+        def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
+            return models.sentences(cell, [sample.tokens for sample in samples])
+
+        @singly
         def unfold(sample: Sample) -> CellGraph:
             return models.sentence(cell, sample.tokens)
 
-        systems = [self.system("cellular, 512", cells, executors, unfold, CellPlanner, "ours")]
+        systems = [self.system("cellular, 512", cells, executors, unfold_all, CellPlanner, "ours")]
         for width in (1, 10, 40) if name == "lstm" else (24,):
             systems.append(
                 self.system(f"padding, width {width}", cells, executors, unfold, bound(Padding, width=width, most=512))
             )
         if name == "lstm":
             systems.append(self.system("by depth, 512", cells, executors, unfold, bound(Merging, by="depth", most=512)))
-        if self.run.device[0] != "cpu" and len(self.run.device) == 1:
+        if self.run.device[0] not in ("cpu", "host") and len(self.run.device) == 1:
             given = {
                 "x": w.lstm.w[:, : w.embedding.shape[1]],
                 "h": w.lstm.w[:, w.embedding.shape[1] :],
@@ -542,7 +607,8 @@ class Bench:
             return most / (steps * seconds)
 
         equal = all(len(sample.tokens) == steps for sample in samples)
-        return Model(name, samples, systems, self.run.clients or 4096, ideal if equal else None)
+        measured = equal and "host" not in self.run.device
+        return Model(name, samples, systems, self.run.clients or 4096, ideal if measured else None)
 
     def seq2seq(self) -> Model:
         w = self.weights
@@ -551,10 +617,16 @@ class Bench:
         cells = [encoder, decoder]
         executors = self.executors(cells)
 
+        @together
+        def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
+            tokens = [sample.tokens for sample in samples]
+            return models.sentence_pairs(encoder, decoder, tokens, [len(each) for each in tokens])
+
+        @singly
         def unfold(sample: Sample) -> CellGraph:
             return models.sentence_pair(encoder, decoder, sample.tokens, len(sample.tokens))
 
-        systems = [self.system("cellular, 512,256", cells, executors, unfold, CellPlanner, "ours")]
+        systems = [self.system("cellular, 512,256", cells, executors, unfold_all, CellPlanner, "ours")]
         for width in (1, 10, 40):
             plan = bound(Padding, width=width, most=256)
             systems.append(self.system(f"padding, width {width}", cells, executors, unfold, plan))
@@ -564,8 +636,8 @@ class Bench:
         w = self.weights
         systems: list[System] = []
         for most in self.run.tree_sizes:
-            cells, executors, unfold = self._trees_up_to(most)
-            systems.append(self.system(f"cellular, {most}", cells, executors, unfold, CellPlanner, "ours"))
+            cells, executors, unfold_all, unfold = self._trees_up_to(most)
+            systems.append(self.system(f"cellular, {most}", cells, executors, unfold_all, CellPlanner, "ours"))
             if name == "equal-tree":
                 plan = bound(Padding, width=1, most=most)
                 systems.append(self.system(f"ideal, {most}", cells, executors, unfold, plan))
@@ -574,6 +646,7 @@ class Bench:
         parts = [leaf.linear, leaf.gates, internal.linear, internal.gates]
         by_cell, by_part = self.executors(wide), self.executors(parts)
 
+        @singly
         def unfold_wide(sample: Sample) -> CellGraph:
             assert sample.tree is not None
             return models.parse_tree(*wide, sample.tree, sample.tokens)
@@ -584,6 +657,7 @@ class Bench:
             if sample.tree is not None
         }
 
+        @singly
         def unfold_parts(sample: Sample) -> CellGraph:
             return graphs[id(sample)]
 
@@ -596,17 +670,24 @@ class Bench:
 
     def cellular_trees(self, most: int) -> System:
         """Cellular batching of trees alone, with tasks of at most `most` cells."""
-        cells, executors, unfold = self._trees_up_to(most)
+        cells, executors, unfold, _ = self._trees_up_to(most)
         return self.system(f"cellular, {most}", cells, executors, unfold, CellPlanner, "ours")
 
-    def _trees_up_to(self, most: int) -> tuple[Sequence[Cell], list[Any], Callable[[Sample], CellGraph]]:
+    def _trees_up_to(self, most: int) -> tuple[Sequence[Cell], list[Any], Unfold, Unfold]:
+        """Cells of trees, executors, and what unfolds trees together and singly."""
         cells = self._tree_cells(tuple(size for size in LSTM_SIZES if size <= most))
 
+        @together
+        def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
+            trees = [sample.tree for sample in samples if sample.tree is not None]
+            return models.parse_trees(*cells, trees, [sample.tokens for sample in samples])
+
+        @singly
         def unfold(sample: Sample) -> CellGraph:
             assert sample.tree is not None
             return models.parse_tree(*cells, sample.tree, sample.tokens)
 
-        return cells, self.executors(cells), unfold
+        return cells, self.executors(cells), unfold_all, unfold
 
     def _tree_cells(self, sizes: tuple[int, ...]) -> tuple[Cell, Cell]:
         w = self.weights
@@ -745,7 +826,7 @@ def measure_peaks(run: argparse.Namespace) -> None:
             text += f" {peaks[system.name]}, {line['equal'][system.name]:.1%} equal"
             engine = system.engine()
             if isinstance(engine, CellEngine):
-                times = HostTimes()
+                times = HostTimes(time.thread_time if "host" in run.device else time.perf_counter)
                 times.watch(engine)
                 watched = peak_of(system, model, run, engine)
                 requests = max(1, engine.ended)
@@ -869,7 +950,7 @@ def main() -> None:
     names = ("lstm", "equal-lstm", "seq2seq", "tree", "equal-tree")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("measure", "show", "peaks"))
-    parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, or cuda:N; several for several workers")
+    parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, cuda:N or host; several for several workers")
     parser.add_argument("--only", nargs="+", default=list(names), choices=names)
     parser.add_argument("--seconds", type=float, default=1.0, help="of arrivals at each rate")
     parser.add_argument("--repeats", type=int, default=3, help="of each peak, for `peaks`")

@@ -751,7 +751,7 @@ def prepare() -> None:
     """
     outputs = {"state": Output(), "word": Output((), "int32", returned=True), "score": Output(returned=True)}
     step = Cell("step", dict, {"token": Value((), "int32"), "state": State()}, outputs)
-    planner = CellPlanner([step], workers=2, capacity=8)
+    planner = CellPlanner([step], workers=2, capacity=16)
     for stop in (("word", 1), ("score", 1)):
         graph = CellGraph()
         graph.chain(step, 2, token=[0, 0], stop=stop)

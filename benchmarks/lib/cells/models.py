@@ -7,7 +7,7 @@ operators, which a system without cells batches one by one (DyNet; section 2.7.5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.lib.cells.workloads import Tree
 from holdfast.cells.cell import Cell, Output, State, Value
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 
 Run = Callable[..., Any]
 Inputs = dict[str, State | Value]
@@ -86,6 +87,37 @@ def parse_tree(leaf: Cell, internal: Cell, tree: Tree, tokens: np.ndarray) -> Ce
     (output,) = internal.returned
     graph.result(output, nodes[-1], output)
     return graph
+
+
+def sentences(lstm: Cell, tokens: Sequence[np.ndarray]) -> GraphBatch:
+    """The requests of `sentence`, together."""
+    batch = GraphBatch(len(tokens))
+    (output,) = lstm.returned
+    steps = batch.chain(lstm, [len(each) for each in tokens], token=np.concatenate(tokens))
+    batch.result(output, steps, output)
+    return batch
+
+
+def sentence_pairs(encoder: Cell, decoder: Cell, tokens: Sequence[np.ndarray], steps: Sequence[int]) -> GraphBatch:
+    """The requests of `sentence_pair`, together."""
+    batch = GraphBatch(len(tokens))
+    lengths = np.array([len(each) for each in tokens])
+    batch.chain(encoder, lengths, token=np.concatenate(tokens))
+    last = lengths - 1
+    batch.result("words", batch.chain(decoder, steps, h=(last, "h"), c=(last, "c")), "word")
+    return batch
+
+
+def parse_trees(leaf: Cell, internal: Cell, trees: Sequence[Tree], tokens: Sequence[np.ndarray]) -> GraphBatch:
+    """The requests of `parse_tree`, together."""
+    batch = GraphBatch(len(trees))
+    batch.add(leaf, [tree.leaves for tree in trees], token=np.concatenate(tokens))
+    left, right = (np.concatenate(sides) for sides in zip(*[tree.children for tree in trees], strict=True))
+    states = {"left_h": (left, "h"), "left_c": (left, "c"), "right_h": (right, "h"), "right_c": (right, "c")}
+    nodes = batch.add(internal, [len(tree.left) for tree in trees], **states)
+    (output,) = internal.returned
+    batch.result(output, nodes, output, last=True)
+    return batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -757,13 +757,13 @@ def prepare() -> None:
         graph.chain(step, 2, token=[0, 0], stop=stop)
         graph.add(step, 2, token=[0, 0], state=([ZEROS, ZEROS], "state"))
         planner.add(CellRequest(stop[0], graph))
-    plan = planner.schedule(0, 0.0)
     batch = GraphBatch(1)
     batch.chain(step, [2], token=[0, 0])
     batch.add(step, [1], token=[0], state=([1], "state"))
     planner.add(CellRequests(("batch",), batch))
-    planner.schedule(1, 0.0)
+    plan = planner.schedule(0, 0.0)
     planner.abort("score")
-    if plan is not None:
+    while plan is not None:
         sizes = [len(task.rows) for task in plan.tasks]
         planner.update(plan, [(np.ones(size, np.int32), np.ones(size, np.float32)) for size in sizes])
+        plan = planner.schedule(0, 0.0)

@@ -16,6 +16,7 @@ import numpy as np
 
 from holdfast.cells.cell import Cell, Output, Spec, State, Value
 from holdfast.cells.graph import ZEROS, CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.plan import Layout, Returned, Round
 
 PAIR, ONE = (2,), ()
@@ -112,6 +113,10 @@ class Recipe:
         self.results_expected: dict[str, np.ndarray] = {}
         self._first_uid, self._rng, self._chains = first_uid, rng, 0
         self._closed: set[Node] = set()
+        self.last: set[str] = set()
+        """Names of results of which only the last is asked for."""
+        self.known: dict[str, np.ndarray] = {}
+        """Results that are known without running any node."""
 
     def add(self, cell: Cell, count: int, states: dict[str, tuple[list[int], str]]) -> list[int]:
         made = self._nodes(cell, count)
@@ -167,8 +172,8 @@ class Recipe:
                     kept.append(node.outputs[output])
                     if node.stops():
                         ended.add(node.chain)
-            found[name] = np.stack(kept)
-        return found
+            found[name] = np.stack(kept)[-1:] if name in self.last else np.stack(kept)
+        return found | self.known
 
     def rows(self) -> int:
         """Number of rows of the graph: one for a chain that is not read inside, else one for each node."""
@@ -279,6 +284,72 @@ def _any_graph(recipe: Recipe, cells: Sequence[Cell], rng: random.Random) -> Non
             recipe.chain(cell, count, states, stop)
         else:
             recipe.add(cell, count, states)
+
+
+def random_batch(cells: Sequence[Cell], first_uid: int, rng: random.Random) -> tuple[list[Recipe], GraphBatch]:
+    """Requests with the same blocks, of their own numbers of nodes and with their own edges, and the batch of them."""
+    recipes = [Recipe(first_uid + 100 * number, rng) for number in range(rng.randint(1, 6))]
+    batch = GraphBatch(len(recipes))
+    blocks: list[tuple[Cell, list[list[int]]]] = []
+    for _ in range(rng.randint(1, 4)):
+        cell = rng.choice(cells)
+        as_chain = bool(cell.carried) and rng.random() < 0.5
+        stop = ("y", rng.randrange(5)) if as_chain and "y" in cell.outputs and rng.random() < 0.4 else None
+        counts = [rng.randint(1, 4) for _ in recipes]
+        chosen: dict[str, str] = {}
+        for name in cell.states:
+            outputs = sorted({output for _, output in _ends(recipes[0], cell.inputs[name])})
+            if outputs and rng.random() < 0.75:
+                chosen[name] = rng.choice(outputs)
+        read: dict[str, list[int]] = {name: [] for name in chosen}
+        made: list[list[int]] = []
+        for recipe, count in zip(recipes, counts, strict=True):
+            states: dict[str, Any] = {}
+            for name, output in chosen.items():
+                nodes = [node for node, given in _ends(recipe, cell.inputs[name]) if given == output]
+                if as_chain:
+                    states[name] = rng.choice([ZEROS, *nodes]), output
+                    read[name].append(states[name][0])
+                else:
+                    first, own = len(recipe.nodes), cell.outputs.get(output)
+                    fits = own is not None and own.shape == cell.inputs[name].shape
+                    reach = [nodes + (list(range(first, first + at)) if fits else []) for at in range(count)]
+                    states[name] = [rng.choice([ZEROS, *each]) for each in reach], output
+                    read[name] += states[name][0]
+            made.append(recipe.chain(cell, count, states, stop) if as_chain else recipe.add(cell, count, states))
+        nodes_made = [recipe.nodes[at] for recipe, each in zip(recipes, made, strict=True) for at in each]
+        given: dict[str, Any] = {"uid": [node.uid for node in nodes_made]}
+        if "wide" in cell.inputs:
+            given["wide"] = np.stack([node.wide for node in nodes_made])
+        given |= {name: (np.array(nodes), chosen[name]) for name, nodes in read.items()}
+        if as_chain:
+            batch.chain(cell, counts, stop=stop, **given)
+        else:
+            batch.add(cell, counts, **given)
+        blocks.append((cell, made))
+    for name in "pqr"[: rng.randint(0, 3)]:
+        number = rng.randrange(len(blocks))
+        cell, made = blocks[number]
+        output, last = rng.choice(cell.returned), rng.random() < 0.4
+        batch.result(name, number, output, last=last)
+        for recipe, each in zip(recipes, made, strict=True):
+            recipe.result(name, each, output)
+            recipe.last |= {name} if last else set()
+    if rng.random() < 0.3:
+        batch.constant("known", [np.array([recipe.nodes[0].uid]) for recipe in recipes])
+        for recipe in recipes:
+            recipe.known = {"known": np.array([recipe.nodes[0].uid])}
+    return recipes, batch
+
+
+def _ends(recipe: Recipe, spec: Spec) -> list[tuple[int, str]]:
+    """Outputs of this shape that another node may read without cutting a chain."""
+    nodes = recipe.nodes
+    return [
+        (at, output)
+        for at, output in recipe.readable(spec)
+        if nodes[at].chain == -1 or at + 1 == len(nodes) or nodes[at + 1].chain != nodes[at].chain
+    ]
 
 
 def _name_results(recipe: Recipe, rng: random.Random) -> None:

@@ -14,7 +14,7 @@ import pytest
 from holdfast.cells import algorithm
 from holdfast.cells.cell import Cell
 from holdfast.cells.graph import CellGraph
-from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
+from holdfast.cells.plan import CellOutput, CellRequest, CellRequests, Returned, Round
 from holdfast.cells.planner import CellPlanner
 from tests.cells.oracle import (
     ONE,
@@ -24,6 +24,7 @@ from tests.cells.oracle import (
     Recipe,
     ReferenceExecutor,
     integer_cell,
+    random_batch,
     random_cells,
     random_recipe,
     split,
@@ -125,21 +126,45 @@ class History:
         check_nothing_is_held(self.planner)
 
     def add(self) -> int:
+        if self.rng.random() < 0.3:
+            return self.add_batch()
         recipe = random_recipe(self.cells, self.uids, self.rng)
-        # Ids of requests that have ended are used again, also while their nodes are in flight.
-        id = next(str(n) for n in range(self.rng.choice([0, 1000]), 9999) if str(n) not in self.recipes)
+        self.uids += len(recipe.nodes)
+        id = self.new_id([])
         if recipe.rows() >= self.capacity:
             with pytest.raises(ValueError, match=f"at most {self.capacity - 1} fit"):
                 self.planner.add(CellRequest(id, recipe.graph))
             return 0
         self.planner.add(CellRequest(id, recipe.graph))
+        self.note(id, recipe)
+        return 1
+
+    def add_batch(self) -> int:
+        recipes, batch = random_batch(self.cells, self.uids, self.rng)
+        self.uids += 100 * len(recipes)
+        ids: list[str] = []
+        for _ in recipes:
+            ids.append(self.new_id(ids))
+        if max(recipe.rows() for recipe in recipes) >= self.capacity:
+            with pytest.raises(ValueError, match=f"at most {self.capacity - 1} fit"):
+                self.planner.add(CellRequests(ids, batch))
+            return 0
+        self.planner.add(CellRequests(ids, batch))
+        for id, recipe in zip(ids, recipes, strict=True):
+            self.note(id, recipe)
+        return len(ids)
+
+    def new_id(self, taken: list[str]) -> str:
+        """An id that no request has. Ids of ended requests are used again, also while their nodes are in flight."""
+        first = self.rng.choice([0, 1000])
+        return next(str(n) for n in range(first, 9999) if str(n) not in self.recipes and str(n) not in taken)
+
+    def note(self, id: str, recipe: Recipe) -> None:
         if self.oracle:
             self.oracle.add(id, recipe)
         self.watch.add(recipe)
         self.recipes[id] = recipe
-        self.uids += len(recipe.nodes)
         recipe.results_expected = recipe.expected()
-        return 1
 
     def abort(self, id: str) -> None:
         self.planner.abort(id)
@@ -543,10 +568,10 @@ def test_bad_arguments_and_requests_are_refused() -> None:
 
 
 COMPILED_ONCE = """
-from holdfast.cells import algorithm, graph, partition
+from holdfast.cells import algorithm, graph, graph_batch, partition
 from holdfast.cells.planner import prepare
 
-rooms = (algorithm, graph, partition)
+rooms = (algorithm, graph, graph_batch, partition)
 functions = [each for room in rooms for each in vars(room).values() if hasattr(each, "signatures")]
 prepare()
 before = [len(each.signatures) for each in functions]

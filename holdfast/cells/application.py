@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from holdfast.cells.cell import Arrays, Cell, Field
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 
 
 class Application(Protocol):
@@ -25,4 +27,16 @@ class Application(Protocol):
 
     def finish(self, results: Arrays) -> Arrays:
         """Turn the results that the graph names into the outputs that the client receives."""
+        ...
+
+
+@runtime_checkable
+class UnfoldsMany(Protocol):
+    """An application that also unfolds many requests at once, which costs less for each of them."""
+
+    def unfold_many(self, inputs: Sequence[Arrays]) -> GraphBatch:
+        """The graphs of requests, in this order, as `unfold` would make them.
+
+        Raises ValueError if one of them is unusable. All of them are then given to `unfold`, one by one.
+        """
         ...

@@ -64,7 +64,7 @@ class BatchResult(NamedTuple):
 class GraphBatch:
     """The nodes of several requests. A request's nodes are numbered as in a CellGraph: block by block, from 0.
 
-    Each request has at least one node in each block. Given arrays are not copied: do not change them later.
+    Given arrays are not copied: do not change them later.
     """
 
     __slots__ = ("blocks", "constants", "nodes", "requests", "results")
@@ -89,7 +89,7 @@ class GraphBatch:
         return rows
 
     def add(self, cell: Cell, counts: Sequence[int] | np.ndarray, /, **inputs: Any) -> int:
-        """Add `counts[r]` nodes of one cell to each request r. Returns the number of the block.
+        """Add `counts[r]` nodes of one cell to each request r; 0 adds none. Returns the number of the block.
 
         Inputs are given as to `CellGraph.add`, one request after the other: Value inputs [nodes, *shape], and State
         inputs as (nodes, output), where nodes are numbered within their request. Raises ValueError for inputs that do
@@ -129,6 +129,8 @@ class GraphBatch:
             raise ValueError(f"result {name}: cell {cell.name} does not return an output {output}")
         if any(result.name == name for result in self.results):
             raise ValueError(f"two results have one name: {name}")
+        if last and self.blocks[block].counts.min() < 1:
+            raise ValueError(f"result {name} is that of the last node of block {block}; a request has none there")
         self.results.append(BatchResult(name, block, output, last))
 
     def constant(self, name: str, values: Sequence[np.ndarray]) -> None:
@@ -153,8 +155,10 @@ class GraphBatch:
             raise ValueError(
                 f"counts of cell {cell.name} have the shape {list(counts.shape)}; it must be [{self.requests}]"
             )
-        if counts.min() < 1:
-            raise ValueError(f"{counts.min()} nodes of cell {cell.name} in a request; there must be at least 1")
+        if counts.min() < (1 if chain else 0):
+            raise ValueError(
+                f"{counts.min()} nodes of cell {cell.name} in a request; there must be at least {1 if chain else 0}"
+            )
         total = int(counts.sum())
         values = []
         for name, kind, shape in cell.given:

@@ -311,6 +311,8 @@ class CellPlanner:
         if len(requests.ids) != graphs.requests:
             raise ValueError(f"there are {len(requests.ids)} ids for {graphs.requests} requests")
         form, rows = self._results.form_of(graphs, self.types, self._held), graphs.rows
+        if rows.min() < 1:
+            raise ValueError("a request of the batch has no nodes; each needs at least 1")
         self._check_rows(int(rows.max()))
         return _Lot(list(requests.ids), graphs, form, np.cumsum(rows))
 

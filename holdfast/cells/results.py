@@ -69,7 +69,7 @@ class ResultTable:
     def form_of(self, batch: GraphBatch, types: Mapping[Cell, int], held: Mapping[tuple[Cell, str], Any]) -> Form:
         """The form of a batch. `held` has the type and position of each returned output.
 
-        Raises ValueError for a cell that is not in `types`, and for a batch without nodes.
+        Raises ValueError for a cell that is not in `types`.
         """
         key = (
             tuple([(block.cell, block.chain, block.stop is not None) for block in batch.blocks]),
@@ -81,8 +81,6 @@ class ResultTable:
             for block in batch.blocks:
                 if block.cell not in types:
                     raise ValueError(f"cell {block.cell.name} is not one of the application's cells")
-            if not batch.blocks:
-                raise ValueError("the batch has no nodes; each request needs at least 1")
             found = Form(
                 len(self._by_number),
                 tuple([types[block.cell] for block in batch.blocks]),

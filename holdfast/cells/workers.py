@@ -13,7 +13,7 @@ from holdfast.cells.application import Application
 from holdfast.cells.cell import Cell, sizes_by_type
 from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
 from holdfast.cells.gated_check import check_gated
-from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
+from holdfast.cells.plan import CellOutput, CellOutputs, CellRequest, CellRequests, Returned, Round
 from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker, prepare
 from holdfast.cells.types import number
 from holdfast.loop.contracts import Clock, Observer
@@ -21,7 +21,7 @@ from holdfast.loop.loop import Loop
 
 ROUNDS = 2
 """Number of rounds in flight by default."""
-CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
+CellLoop = Loop[CellRequest | CellRequests, Round, Returned, CellOutputs, CellStats]
 
 
 class Turns(Protocol):
@@ -80,7 +80,7 @@ class Workers:
         capacity: int = CAPACITY,
         steps_in_flight: int = ROUNDS,
         clock: Clock,
-        on_outputs: Callable[[list[CellOutput]], None],
+        on_outputs: Callable[[Sequence[CellOutput]], None],
         on_failure: Callable[[str], None],
         turns: Mapping[str, Turns] = NO_TURNS,
     ) -> None:
@@ -152,8 +152,11 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: CellRequest) -> None:
-        """Queue a request. Raises ValueError if it can never run, RuntimeError after a failure or `close`."""
+    def submit(self, request: CellRequest | CellRequests) -> None:
+        """Queue requests. Raises ValueError if one can never run, RuntimeError after a failure or `close`.
+
+        None of them is queued then.
+        """
         with self._changed:
             if self._ended is not None:
                 raise RuntimeError(f"the workers have ended: {self._ended}")
@@ -232,7 +235,7 @@ class _Worker:
         self.seen = -1
         """The number of changes when the worker last planned."""
 
-    def add(self, request: CellRequest) -> None:
+    def add(self, request: CellRequest | CellRequests) -> None:
         self._workers.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -245,7 +248,7 @@ class _Worker:
             self.paused = pause if pause and self._planner.has_work() else None
             return None if pause else self._planner.schedule(now)
 
-    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
+    def update(self, plan: Round, result: Returned, now: float) -> CellOutputs:
         with self._lock:
             outputs = self._planner.update(plan, result, now)
             if len(self._workers._workers) > 1:

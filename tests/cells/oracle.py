@@ -295,7 +295,8 @@ def random_batch(cells: Sequence[Cell], first_uid: int, rng: random.Random) -> t
         cell = rng.choice(cells)
         as_chain = bool(cell.carried) and rng.random() < 0.5
         stop = ("y", rng.randrange(5)) if as_chain and "y" in cell.outputs and rng.random() < 0.4 else None
-        counts = [rng.randint(1, 4) for _ in recipes]
+        least = 1 if as_chain or not blocks else rng.choice([0, 1])
+        counts = [rng.randint(least, 4) for _ in recipes]
         chosen: dict[str, str] = {}
         for name in cell.states:
             outputs = sorted({output for _, output in _ends(recipes[0], cell.inputs[name])})
@@ -316,11 +317,14 @@ def random_batch(cells: Sequence[Cell], first_uid: int, rng: random.Random) -> t
                     reach = [nodes + (list(range(first, first + at)) if fits else []) for at in range(count)]
                     states[name] = [rng.choice([ZEROS, *each]) for each in reach], output
                     read[name] += states[name][0]
-            made.append(recipe.chain(cell, count, states, stop) if as_chain else recipe.add(cell, count, states))
+            if as_chain:
+                made.append(recipe.chain(cell, count, states, stop))
+            else:
+                made.append(recipe.add(cell, count, states) if count else [])
         nodes_made = [recipe.nodes[at] for recipe, each in zip(recipes, made, strict=True) for at in each]
         given: dict[str, Any] = {"uid": [node.uid for node in nodes_made]}
         if "wide" in cell.inputs:
-            given["wide"] = np.stack([node.wide for node in nodes_made])
+            given["wide"] = np.array([node.wide for node in nodes_made], np.int32).reshape(-1, 3)
         given |= {name: (np.array(nodes), chosen[name]) for name, nodes in read.items()}
         if as_chain:
             batch.chain(cell, counts, stop=stop, **given)
@@ -328,7 +332,7 @@ def random_batch(cells: Sequence[Cell], first_uid: int, rng: random.Random) -> t
             batch.add(cell, counts, **given)
         blocks.append((cell, made))
     for name in "pqr"[: rng.randint(0, 3)]:
-        number = rng.randrange(len(blocks))
+        number = rng.choice([at for at, (_, made) in enumerate(blocks) if all(made)])
         cell, made = blocks[number]
         output, last = rng.choice(cell.returned), rng.random() < 0.4
         batch.result(name, number, output, last=last)

@@ -426,7 +426,9 @@ def test_state_is_copied_to_a_worker_once() -> None:
     assert driver.schedule(0) == [[0, 1, 3]] and driver.update(0) == []
     assert driver.schedule(1) == [[2, 4]]
     [move] = driver.rounds[1][0].moves
-    read, _, other = algorithm.rows_of(driver.planner._table, np.array([driver.planner._where["a"]]))[[0, 1, 3]].tolist()
+    read, _, other = algorithm.rows_of(driver.planner._table, np.array([driver.planner._where["a"]]))[
+        [0, 1, 3]
+    ].tolist()
     assert move.worker == 0 and sorted(move.rows.tolist()) == sorted([read, other])
     assert driver.update(1) == ["a"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ class Outcomes:
         self.failures: list[str] = []
         self._changed = threading.Condition()
 
-    def take(self, outputs: list[CellOutput]) -> None:
+    def take(self, outputs: Sequence[CellOutput]) -> None:
         with self._changed:
             for output in outputs:
                 assert output.request_id not in self.results

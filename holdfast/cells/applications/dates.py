@@ -10,6 +10,7 @@ There is no attention.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from holdfast.cells.applications.weights import DIRECTORY, Weights, read_weights
 from holdfast.cells.cell import Arrays, Field
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.nn import LSTMWeights, ReadOut, decoder_cell, encoder_cell
 
 CHARACTERS = f"{string.ascii_lowercase}{string.digits} ,./-"
@@ -76,6 +78,18 @@ class Dates:
         steps = graph.chain(self.decoder, MOST_STEPS, h=(last, "h"), c=(last, "c"), stop=("word", EOS))
         graph.result("date", steps, "word")
         return graph
+
+    def unfold_many(self, inputs: Sequence[Arrays]) -> GraphBatch:
+        """A chain over the characters of each, and a decoder chain that begins with its state."""
+        tokens = [characters(str(each["text"][0])) for each in inputs]
+        lengths = np.array([len(each) for each in tokens])
+        batch = GraphBatch(len(tokens))
+        batch.chain(self.encoder, lengths, token=[token for each in tokens for token in each])
+        last = lengths - 1
+        most = [MOST_STEPS] * len(tokens)
+        steps = batch.chain(self.decoder, most, h=(last, "h"), c=(last, "c"), stop=("word", EOS))
+        batch.result("date", steps, "word")
+        return batch
 
     def finish(self, results: Arrays) -> Arrays:
         """The decoder's symbols as text."""

@@ -8,12 +8,14 @@ The task and its binary trees are from Nangia and Bowman, "ListOps", 2018: MAX, 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.cells.applications.weights import DIRECTORY, Weights, read_weights
 from holdfast.cells.cell import Arrays, Field
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.nn import ReadOut, TreeWeights, read_out_cell, tree_internal_cell, tree_leaf_cell
 
 OPERATORS = ("MAX", "MIN", "MED", "SM")
@@ -135,6 +137,19 @@ class ListOps:
             graph.add(self.internal, len(tree.left), **children)
         graph.result("value", graph.add(self.read, h=(tree.root, "h")), "label")
         return graph
+
+    def unfold_many(self, inputs: Sequence[Arrays]) -> GraphBatch:
+        """The nodes of `unfold`, for each."""
+        trees = [parse(str(each["text"][0])) for each in inputs]
+        batch = GraphBatch(len(trees))
+        batch.add(self.leaf, [len(tree.tokens) for tree in trees], token=[at for tree in trees for at in tree.tokens])
+        left = [node for tree in trees for node in tree.left]
+        right = [node for tree in trees for node in tree.right]
+        states = {"left_h": (left, "h"), "left_c": (left, "c"), "right_h": (right, "h"), "right_c": (right, "c")}
+        batch.add(self.internal, [len(tree.left) for tree in trees], **states)
+        root = batch.add(self.read, [1] * len(trees), h=([tree.root for tree in trees], "h"))
+        batch.result("value", root, "label")
+        return batch
 
     def finish(self, results: Arrays) -> Arrays:
         """The value, unchanged."""

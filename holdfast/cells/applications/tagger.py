@@ -15,6 +15,7 @@ import numpy as np
 from holdfast.cells.applications.weights import DIRECTORY, Weights, read_weights
 from holdfast.cells.cell import Arrays, Field
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.nn import LSTMWeights, ReadOut, lstm_cell
 
 TAGS = ("O", "PERSON", "PLACE", "DATE", "QUANTITY")
@@ -100,6 +101,16 @@ class Tagger:
         graph.result("tag", steps, "label")
         graph.constant("word", np.array(words, dtype=object))
         return graph
+
+    def unfold_many(self, inputs: Sequence[Arrays]) -> GraphBatch:
+        """A chain over the words of each."""
+        texts = [split(str(each["text"][0])) for each in inputs]
+        batch = GraphBatch(len(texts))
+        tokens = [number for words in texts for number in self.vocabulary.numbers(words)]
+        steps = batch.chain(self.step, [len(words) for words in texts], token=tokens)
+        batch.result("tag", steps, "label")
+        batch.constant("word", [np.array(words, dtype=object) for words in texts])
+        return batch
 
     def finish(self, results: Arrays) -> Arrays:
         """The words, and the names of their tags."""

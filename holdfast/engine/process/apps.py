@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from holdfast.cells import applications
-from holdfast.cells.application import Application
+from holdfast.cells.application import Application, UnfoldsMany
 from holdfast.cells.cell import Field, sizes_by_type
-from holdfast.cells.plan import CellOutput, CellRequest
+from holdfast.cells.plan import CellOutput, CellRequest, CellRequests
 from holdfast.cells.types import number
 from holdfast.cells.workers import Turns, Workers
 from holdfast.core.config import AppConfig
@@ -31,6 +31,8 @@ from holdfast.engine.link import Parent
 from holdfast.engine.process.app_profiles import Found, find_profile, measure_profile
 from holdfast.engine.process.tensors import pack, unpack
 
+MOST_TOGETHER = 64
+"""Largest number of requests that are unfolded together, so that devices do not wait for more."""
 MESSAGE_MARGIN = 1 << 20
 """Bytes of a message that are left for everything besides outputs."""
 
@@ -101,7 +103,7 @@ class AppEngine:
         self._profile_path, measured = ("", None) if found is None else (str(found.path), found.profile.sizes)
         self._sizes = sizes_by_type(types, measured)
         parent.send(messages.Progress("making cells ready"))
-        self._ended: SimpleQueue[list[CellOutput]] = SimpleQueue()
+        self._ended: SimpleQueue[Sequence[CellOutput]] = SimpleQueue()
         self._failure = ""
         self._ledgers = [DeviceLedger(start.ledger)] if start.ledger else []
         self._share_memory()
@@ -154,9 +156,17 @@ class AppEngine:
         """Handle messages and send results until a message asks the engine to end. Raises WorkerFailed."""
         while True:
             self._parent.wait()
+            asked: list[messages.Infer] = []
             for message in self._parent.waiting():
-                if not self._handle(message):
+                if isinstance(message, messages.Infer):
+                    asked.append(message)
+                    if len(asked) < MOST_TOGETHER:
+                        continue
+                self._infer(asked)
+                asked = []
+                if not isinstance(message, messages.Infer) and not self._handle(message):
                     return
+            self._infer(asked)
             results = [result for output in self._all_ended() for result in self._result(output)]
             if results:
                 self._send(results)
@@ -172,8 +182,6 @@ class AppEngine:
     def _handle(self, message: messages.ToEngine) -> bool:
         """Handle one message. False if it asks the engine to end."""
         match message:
-            case messages.Infer():
-                self._infer(message)
             case messages.Abort(request_id):
                 self._workers.abort(request_id)
             case messages.Ask(number):
@@ -184,9 +192,29 @@ class AppEngine:
                 raise RuntimeError(f"the engine of an application was sent {type(message).__name__}")
         return True
 
-    def _infer(self, message: messages.Infer) -> None:
+    def _infer(self, asked: Sequence[messages.Infer]) -> None:
+        """Unfold and submit requests: together if the application can, else one by one."""
+        if len(asked) < 2 or not isinstance(self._application, UnfoldsMany) or not self._infer_together(asked):
+            for message in asked:
+                self._infer_one(message)
+
+    def _infer_together(self, asked: Sequence[messages.Infer]) -> bool:
+        """Unfold and submit requests. False if one of them is unusable; then none is submitted."""
+        assert isinstance(self._application, UnfoldsMany)
         try:
-            graph = self._application.unfold({name: unpack(tensor) for name, tensor in message.inputs.items()})
+            graphs = self._application.unfold_many([_inputs(message) for message in asked])
+            self._workers.submit(CellRequests([message.request_id for message in asked], graphs))
+        except ValueError:
+            return False
+        except Exception:
+            if not self._failure:
+                log.error("unfold_many of %s failed: %s", self._application.name, traceback.format_exc())
+            return False
+        return True
+
+    def _infer_one(self, message: messages.Infer) -> None:
+        try:
+            graph = self._application.unfold(_inputs(message))
             self._workers.submit(CellRequest(message.request_id, graph, message.arrival))
         except ValueError as error:
             self._parent.send(messages.Refused(message.request_id, " ".join(str(error).split())))
@@ -245,7 +273,7 @@ class AppEngine:
             except Empty:
                 return found
 
-    def _note(self, outputs: list[CellOutput]) -> None:
+    def _note(self, outputs: Sequence[CellOutput]) -> None:
         """Called by workers, in their threads, with the requests that have ended."""
         self._ended.put(outputs)
         self._parent.wake()
@@ -254,6 +282,10 @@ class AppEngine:
         """Called by a worker, in its thread, when it fails."""
         self._failure = reason
         self._parent.wake()
+
+
+def _inputs(message: messages.Infer) -> dict[str, np.ndarray]:
+    return {name: unpack(tensor) for name, tensor in message.inputs.items()}
 
 
 def field_of(field: Field) -> messages.TensorField:

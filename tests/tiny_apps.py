@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from holdfast.cells.cell import Arrays, Cell, Field, Output, State, Value
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 
 BAD, BROKEN, DEADLY = -1, -(1 << 40), -(1 << 41)
 """Numbers that the application refuses, that its unfold fails on, and that its cell fails on."""
@@ -81,6 +83,33 @@ def adding() -> Adding:
 
 def slow() -> Adding:
     return Adding("slow", wait)
+
+
+class Together(Adding):
+    """Unfolds many requests at once, and notes how many."""
+
+    def __init__(self) -> None:
+        super().__init__("together")
+        self.sizes: list[int] = []
+        """Number of requests of each call."""
+
+    def unfold_many(self, inputs: Sequence[Arrays]) -> GraphBatch:
+        self.sizes.append(len(inputs))
+        numbers = [each["numbers"] for each in inputs]
+        if any((each == BAD).any() for each in numbers):
+            raise ValueError("a number is bad")
+        if any((each == BROKEN).any() for each in numbers):
+            raise RuntimeError("this application is broken")
+        lengths = np.array([len(each) for each in numbers])
+        scale = np.stack([each["scale"] for each in inputs]).repeat(lengths, 0)
+        batch = GraphBatch(len(inputs))
+        steps = batch.chain(self.cell, lengths, number=np.concatenate(numbers), scale=scale)
+        batch.result("totals", steps, "total")
+        return batch
+
+
+def together() -> Together:
+    return Together()
 
 
 nothing = object()

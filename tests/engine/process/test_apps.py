@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ import tiny_apps
 
 from holdfast.cells.cell import Field
 from holdfast.core.config import AppConfig
+from holdfast.engine import messages
 from holdfast.engine.client.app_client import AppClient, AppFailed
 from holdfast.engine.client.connection import EngineDead, EngineStartError
+from holdfast.engine.link import Parent
 from holdfast.engine.messages import Tensor
-from holdfast.engine.process.apps import as_declared, devices_of
+from holdfast.engine.process.apps import MOST_TOGETHER, AppEngine, as_declared, devices_of
 from holdfast.engine.process.tensors import pack, unpack
 from tests.engine.conftest import build_app
 
@@ -132,6 +136,84 @@ def test_an_application_that_cannot_be_served_is_refused_with_the_reason(app: st
 async def test_a_device_that_is_not_there_ends_the_start() -> None:
     with pytest.raises(EngineStartError, match=r"device is cuda:99; this machine has \d CUDA devices"):
         await start(app_device=("cuda:99",))
+
+
+class Told:
+    """A parent in this process: it gives its messages at once, and ends the engine when all requests are answered."""
+
+    def __init__(self, *given: messages.ToEngine) -> None:
+        self.sent: list[Any] = []
+        self._given = list(given)
+        self._asked = {message.request_id for message in given if isinstance(message, messages.Infer)}
+        self._woken = threading.Event()
+
+    def send(self, message: messages.FromEngine) -> None:
+        self.sent.append(message)
+        self._woken.set()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def wait(self) -> None:
+        assert self._given or self._woken.wait(60), f"no answer: {self.sent}"
+        self._woken.clear()
+
+    def waiting(self) -> Iterator[messages.ToEngine]:
+        given, self._given = self._given, []
+        yield from given
+        if self._asked == self.results().keys() | {
+            each.request_id for each in self.sent if hasattr(each, "request_id")
+        }:
+            yield messages.Shutdown()
+
+    def results(self) -> dict[str, list[float]]:
+        """The first totals of each request that has ended."""
+        ended = [result for message in self.sent if isinstance(message, messages.Results) for result in message.results]
+        return {result.request_id: unpack(result.outputs["totals"])[:, 0].tolist() for result in ended}
+
+
+def serve_here(told: Told) -> list[int]:
+    """Serve these messages. Returns the number of requests of each call of `unfold_many`."""
+    application = tiny_apps.together()
+    config = AppConfig(app=("tiny_apps:together",), app_device=("cpu",), app_capacity=64)
+    start_message = messages.StartApp("tiny_apps:together", config, 0.0, threads=1)
+    engine = AppEngine(start_message, application, cast(Parent, told))
+    try:
+        engine.serve()
+    finally:
+        engine.close()
+    return application.sizes
+
+
+def asked(id: str, *numbers: int) -> messages.Infer:
+    return messages.Infer(id, inputs(*numbers), 0.0)
+
+
+def test_requests_that_wait_together_are_unfolded_together_up_to_a_limit() -> None:
+    told = Told(*(asked(str(n), *range(1, n + 1)) for n in range(1, MOST_TOGETHER + 4)))
+    assert serve_here(told) == [MOST_TOGETHER, 3]
+    assert told.results() == {str(n): np.cumsum(range(1, n + 1)).tolist() for n in range(1, MOST_TOGETHER + 4)}
+
+
+def test_an_abort_comes_after_the_requests_before_it() -> None:
+    told = Told(asked("a", 1), asked("b", 2), messages.Abort("nobody"), asked("c", 3), asked("d", 4), asked("e", 5))
+    assert serve_here(told) == [2, 3]
+    assert told.results() == {"a": [1], "b": [2], "c": [3], "d": [4], "e": [5]}
+
+
+def test_a_request_that_cannot_be_unfolded_fails_alone_although_it_came_with_others() -> None:
+    told = Told(asked("a", 1, 2), asked("bad", tiny_apps.BAD), asked("broken", tiny_apps.BROKEN), asked("c", 3))
+    assert serve_here(told) == [4]
+    assert told.results() == {"a": [1, 3], "c": [3]}
+    assert messages.Refused("bad", "numbers[0] is -1; it must be at least 0") in told.sent
+    assert messages.Failed("broken") in told.sent
+
+
+def test_a_failure_of_unfold_many_alone_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told(asked("a", 1, 2), asked("broken", tiny_apps.BROKEN), asked("c", 3))
+    serve_here(told)
+    assert told.results() == {"a": [1, 3], "c": [3]} and messages.Failed("broken") in told.sent
+    assert "unfold_many of together failed" in caplog.text
 
 
 def test_workers_run_where_the_options_say() -> None:

@@ -78,6 +78,8 @@ FILLING = 0.2
 BURST = 128
 """Largest number of requests that are unfolded between two steps of an engine, so that a device does not wait for more.
 """
+LEAST_TOGETHER = 8
+"""Smallest number of requests that are unfolded into one batch."""
 LABELS = 5
 CAPACITY = 65536
 LSTM_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -172,9 +174,10 @@ def singly(unfold: Callable[[Sample], CellGraph]) -> Unfold:
     return lambda ids, samples: [CellRequest(id, unfold(sample)) for id, sample in zip(ids, samples, strict=True)]
 
 
-def together(unfold: Callable[[Sequence[Sample]], GraphBatch]) -> Unfold:
-    """Unfold requests into one batch."""
-    return lambda ids, samples: [CellRequests(ids, unfold(samples))]
+def together(unfold: Callable[[Sequence[Sample]], GraphBatch], one: Callable[[Sample], CellGraph]) -> Unfold:
+    """Unfold requests into one batch, and a few, for which that costs more, one after the other."""
+    few = singly(one)
+    return lambda ids, samples: few(ids, samples) if len(ids) < LEAST_TOGETHER else [CellRequests(ids, unfold(samples))]
 
 
 class HostExecutor:
@@ -570,15 +573,14 @@ class Bench:
         cells = [cell]
         executors = self.executors(cells)
 
-        @together
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
             return models.sentences(cell, [sample.tokens for sample in samples])
 
-        @singly
-        def unfold(sample: Sample) -> CellGraph:
+        def unfold_one(sample: Sample) -> CellGraph:
             return models.sentence(cell, sample.tokens)
 
-        systems = [self.system("cellular, 512", cells, executors, unfold_all, CellPlanner, "ours")]
+        unfold, both = singly(unfold_one), together(unfold_all, unfold_one)
+        systems = [self.system("cellular, 512", cells, executors, both, CellPlanner, "ours")]
         for width in (1, 10, 40) if name == "lstm" else (24,):
             systems.append(
                 self.system(f"padding, width {width}", cells, executors, unfold, bound(Padding, width=width, most=512))
@@ -617,16 +619,15 @@ class Bench:
         cells = [encoder, decoder]
         executors = self.executors(cells)
 
-        @together
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
             tokens = [sample.tokens for sample in samples]
             return models.sentence_pairs(encoder, decoder, tokens, [len(each) for each in tokens])
 
-        @singly
-        def unfold(sample: Sample) -> CellGraph:
+        def unfold_one(sample: Sample) -> CellGraph:
             return models.sentence_pair(encoder, decoder, sample.tokens, len(sample.tokens))
 
-        systems = [self.system("cellular, 512,256", cells, executors, unfold_all, CellPlanner, "ours")]
+        unfold, both = singly(unfold_one), together(unfold_all, unfold_one)
+        systems = [self.system("cellular, 512,256", cells, executors, both, CellPlanner, "ours")]
         for width in (1, 10, 40):
             plan = bound(Padding, width=width, most=256)
             systems.append(self.system(f"padding, width {width}", cells, executors, unfold, plan))
@@ -636,8 +637,8 @@ class Bench:
         w = self.weights
         systems: list[System] = []
         for most in self.run.tree_sizes:
-            cells, executors, unfold_all, unfold = self._trees_up_to(most)
-            systems.append(self.system(f"cellular, {most}", cells, executors, unfold_all, CellPlanner, "ours"))
+            cells, executors, both, unfold = self._trees_up_to(most)
+            systems.append(self.system(f"cellular, {most}", cells, executors, both, CellPlanner, "ours"))
             if name == "equal-tree":
                 plan = bound(Padding, width=1, most=most)
                 systems.append(self.system(f"ideal, {most}", cells, executors, unfold, plan))
@@ -646,7 +647,6 @@ class Bench:
         parts = [leaf.linear, leaf.gates, internal.linear, internal.gates]
         by_cell, by_part = self.executors(wide), self.executors(parts)
 
-        @singly
         def unfold_wide(sample: Sample) -> CellGraph:
             assert sample.tree is not None
             return models.parse_tree(*wide, sample.tree, sample.tokens)
@@ -657,15 +657,14 @@ class Bench:
             if sample.tree is not None
         }
 
-        @singly
         def unfold_parts(sample: Sample) -> CellGraph:
             return graphs[id(sample)]
 
         for most in self.run.tree_sizes:
             plan = bound(Merging, by="depth", most=most)
-            systems.append(self.system(f"by depth, {most}", wide, by_cell, unfold_wide, plan))
+            systems.append(self.system(f"by depth, {most}", wide, by_cell, singly(unfold_wide), plan))
             plan = bound(Merging, by="agenda", most=most)
-            systems.append(self.system(f"by operator, {most}", parts, by_part, unfold_parts, plan))
+            systems.append(self.system(f"by operator, {most}", parts, by_part, singly(unfold_parts), plan))
         return Model(name, samples, systems, self.run.clients or 1024)
 
     def cellular_trees(self, most: int) -> System:
@@ -677,17 +676,15 @@ class Bench:
         """Cells of trees, executors, and what unfolds trees together and singly."""
         cells = self._tree_cells(tuple(size for size in LSTM_SIZES if size <= most))
 
-        @together
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
             trees = [sample.tree for sample in samples if sample.tree is not None]
             return models.parse_trees(*cells, trees, [sample.tokens for sample in samples])
 
-        @singly
-        def unfold(sample: Sample) -> CellGraph:
+        def unfold_one(sample: Sample) -> CellGraph:
             assert sample.tree is not None
             return models.parse_tree(*cells, sample.tree, sample.tokens)
 
-        return cells, self.executors(cells), unfold_all, unfold
+        return cells, self.executors(cells), together(unfold_all, unfold_one), singly(unfold_one)
 
     def _tree_cells(self, sizes: tuple[int, ...]) -> tuple[Cell, Cell]:
         w = self.weights

@@ -69,7 +69,7 @@ def enter(
         end = first[graph + 1] if graph + 1 < len(first) else total
         request = table[rows[first[graph]]]
         request["arrival"], request["started"], request["stopped"] = counts[ARRIVED], NOT_STARTED, False
-        request["batch"] = batch
+        request["batch"], request["rows"] = batch, end - first[graph]
         counts[ARRIVED] += 1
         left = 0
         for at in range(first[graph], end):
@@ -398,11 +398,12 @@ def complete(
     at: np.ndarray,
     last: np.ndarray,
     stops: np.ndarray,
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """End rows, subgraphs and requests after a round has completed, and release the subgraphs that waited for them.
 
     `rows`, `at` and `last` were written by `batch`. `stops` marks the nodes that end their chains; it is empty if no
-    chain may end early. Returns the first rows of the requests that end, in order of arrival.
+    chain may end early. Returns the first rows of the requests that end, in order of arrival, and for each of them when
+    it started and whether a chain of it stopped.
     """
     ended, ends = np.empty(len(rows), np.int64), 0
     stopped = False
@@ -453,7 +454,11 @@ def complete(
             _release(table, ready, bounds, links, counts, released[:count])
     if finished > 1:
         requests = requests[np.argsort(table["arrival"][requests])]
-    return requests
+    started, early = np.empty(finished, np.float64), np.empty(finished, np.bool_)
+    for place in range(finished):
+        request = table[requests[place]]
+        started[place], early[place] = request["started"], request["stopped"]
+    return requests, started, early
 
 
 @compiled
@@ -487,10 +492,7 @@ def rows_of(table: np.ndarray, firsts: np.ndarray) -> np.ndarray:
     """The rows of the requests that have these first rows, one request after the other."""
     count = 0
     for first in firsts:
-        row = first
-        while row != NOBODY:
-            count += 1
-            row = table[row]["next"]
+        count += table[first]["rows"]
     rows, at = np.empty(count, np.int64), 0
     for first in firsts:
         row = first

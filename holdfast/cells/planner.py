@@ -245,7 +245,7 @@ class CellPlanner:
             begin = end
         if self._workers > 1:
             algorithm.unpin(self._table, sent.pinned, sent.round)
-        firsts = algorithm.complete(
+        firsts, started, early = algorithm.complete(
             self._table,
             self._queues.rows,
             self._queues.bounds,
@@ -256,7 +256,7 @@ class CellPlanner:
             sent.last,
             stops,
         )
-        ended = self._finish(firsts) if len(firsts) else NO_OUTPUTS
+        ended = self._finish(firsts, started, early) if len(firsts) else NO_OUTPUTS
         if self._retired:
             self._free_retired()
         return ended
@@ -451,7 +451,7 @@ class CellPlanner:
             if not mine:
                 batch.offsets.append(0)
                 continue
-            nodes = sum(graphs.blocks[number].counts for number in mine)
+            nodes = np.sum([graphs.blocks[number].counts for number in mine], axis=0)
             ends = nodes.cumsum()
             offset = batch.hold(kind.ranges, int(ends[-1]))
             batch.offsets.append(offset)
@@ -578,15 +578,14 @@ class CellPlanner:
 
     # Completion.
 
-    def _finish(self, firsts: np.ndarray) -> CellOutputs:
-        """End the requests that have these first rows."""
-        ended = self._results.read(self._table, firsts)
+    def _finish(self, firsts: np.ndarray, started: np.ndarray, early: np.ndarray) -> CellOutputs:
+        """End the requests that have these first rows. `early` marks those of which steps may be in flight."""
+        ended = self._results.read(self._table, firsts, started)
         for id in ended.ids:
             del self._where[id]
-        stopped = self._table["stopped"][firsts]
-        if stopped.any():
-            self._retire(firsts[stopped])
-            firsts = firsts[~stopped]
+        if early.any():
+            self._retire(firsts[early])
+            firsts = firsts[~early]
         if len(firsts):
             self._free(firsts)
         return ended

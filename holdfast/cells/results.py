@@ -140,10 +140,12 @@ class ResultTable:
         self._ids[firsts] = None
         self._own[firsts] = None
 
-    def read(self, table: np.ndarray, firsts: np.ndarray) -> CellOutputs:
+    def read(self, table: np.ndarray, firsts: np.ndarray, started: np.ndarray) -> CellOutputs:
         """The outputs of requests that have ended, in this order. They are copies."""
-        forms, started = self._form[firsts], table["started"][firsts]
-        cuts = [0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(firsts)]
+        forms = self._form[firsts]
+        cuts = [0, len(firsts)]
+        if len(firsts) > 1:
+            cuts[1:1] = (np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist()
         groups = []
         for begin, end in pairwise(cuts):
             some, form = firsts[begin:end], self._by_number[forms[begin]]

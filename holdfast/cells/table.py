@@ -63,6 +63,7 @@ ROW = np.dtype(
         # Requests.
         ("batch", "i4"),  # number of the batch in which it was given its rows
         ("left", "i4"),  # subgraphs that have not ended
+        ("rows", "i4"),  # number of its rows
         ("arrival", "i8"),  # number in order of arrival
         ("started", "f8"),  # time when its first node was planned; below 0 before that
         ("stopped", "?"),  # whether a chain of it has stopped; later steps of the chain may be in flight

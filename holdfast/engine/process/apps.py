@@ -31,6 +31,8 @@ from holdfast.engine.link import Parent
 from holdfast.engine.process.app_profiles import Found, find_profile, measure_profile
 from holdfast.engine.process.tensors import pack, unpack
 
+LEAST_TOGETHER = 8
+"""Smallest number of requests that are unfolded together. For fewer, that costs more than one by one."""
 MOST_TOGETHER = 64
 """Largest number of requests that are unfolded together, so that devices do not wait for more."""
 MESSAGE_MARGIN = 1 << 20
@@ -194,15 +196,19 @@ class AppEngine:
 
     def _infer(self, asked: Sequence[messages.Infer]) -> None:
         """Unfold and submit requests: together if the application can, else one by one."""
-        if len(asked) < 2 or not isinstance(self._application, UnfoldsMany) or not self._infer_together(asked):
+        application = self._application
+        if (
+            len(asked) < LEAST_TOGETHER
+            or not isinstance(application, UnfoldsMany)
+            or not self._infer_together(application, asked)
+        ):
             for message in asked:
                 self._infer_one(message)
 
-    def _infer_together(self, asked: Sequence[messages.Infer]) -> bool:
+    def _infer_together(self, application: UnfoldsMany, asked: Sequence[messages.Infer]) -> bool:
         """Unfold and submit requests. False if one of them is unusable; then none is submitted."""
-        assert isinstance(self._application, UnfoldsMany)
         try:
-            graphs = self._application.unfold_many([_inputs(message) for message in asked])
+            graphs = application.unfold_many([_inputs(message) for message in asked])
             self._workers.submit(CellRequests([message.request_id for message in asked], graphs))
         except ValueError:
             return False

@@ -21,7 +21,7 @@ from holdfast.engine.client.app_client import AppClient, AppFailed
 from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.engine.link import Parent
 from holdfast.engine.messages import Tensor
-from holdfast.engine.process.apps import MOST_TOGETHER, AppEngine, as_declared, devices_of
+from holdfast.engine.process.apps import LEAST_TOGETHER, MOST_TOGETHER, AppEngine, as_declared, devices_of
 from holdfast.engine.process.tensors import pack, unpack
 from tests.engine.conftest import build_app
 
@@ -189,31 +189,36 @@ def asked(id: str, *numbers: int) -> messages.Infer:
     return messages.Infer(id, inputs(*numbers), 0.0)
 
 
+def sums(*numbers: int) -> dict[str, list[int]]:
+    """The totals of requests that add 1, 2 and so on up to each of these numbers."""
+    return {str(n): np.cumsum(range(1, n + 1)).tolist() for n in numbers}
+
+
 def test_requests_that_wait_together_are_unfolded_together_up_to_a_limit() -> None:
-    told = Told(*(asked(str(n), *range(1, n + 1)) for n in range(1, MOST_TOGETHER + 4)))
-    assert serve_here(told) == [MOST_TOGETHER, 3]
-    assert told.results() == {str(n): np.cumsum(range(1, n + 1)).tolist() for n in range(1, MOST_TOGETHER + 4)}
+    numbers = range(1, MOST_TOGETHER + LEAST_TOGETHER + 1)
+    told = Told(*(asked(str(n), *range(1, n + 1)) for n in numbers))
+    assert serve_here(told) == [MOST_TOGETHER, LEAST_TOGETHER]
+    assert told.results() == sums(*numbers)
 
 
-def test_an_abort_comes_after_the_requests_before_it() -> None:
-    told = Told(asked("a", 1), asked("b", 2), messages.Abort("nobody"), asked("c", 3), asked("d", 4), asked("e", 5))
-    assert serve_here(told) == [2, 3]
-    assert told.results() == {"a": [1], "b": [2], "c": [3], "d": [4], "e": [5]}
+def test_an_abort_comes_after_the_requests_before_it_and_few_requests_are_unfolded_alone() -> None:
+    requests = [asked(str(n), *range(1, n + 1)) for n in range(1, 2 * LEAST_TOGETHER)]
+    told = Told(*requests[:LEAST_TOGETHER], messages.Abort("nobody"), *requests[LEAST_TOGETHER:])
+    assert serve_here(told) == [LEAST_TOGETHER]
+    assert told.results() == sums(*range(1, 2 * LEAST_TOGETHER))
 
 
-def test_a_request_that_cannot_be_unfolded_fails_alone_although_it_came_with_others() -> None:
-    told = Told(asked("a", 1, 2), asked("bad", tiny_apps.BAD), asked("broken", tiny_apps.BROKEN), asked("c", 3))
-    assert serve_here(told) == [4]
-    assert told.results() == {"a": [1, 3], "c": [3]}
-    assert messages.Refused("bad", "numbers[0] is -1; it must be at least 0") in told.sent
-    assert messages.Failed("broken") in told.sent
-
-
-def test_a_failure_of_unfold_many_alone_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    told = Told(asked("a", 1, 2), asked("broken", tiny_apps.BROKEN), asked("c", 3))
-    serve_here(told)
-    assert told.results() == {"a": [1, 3], "c": [3]} and messages.Failed("broken") in told.sent
-    assert "unfold_many of together failed" in caplog.text
+@pytest.mark.parametrize("also", [[asked("bad", tiny_apps.BAD)], []])
+def test_a_request_that_cannot_be_unfolded_fails_alone_although_it_came_with_others(
+    also: list[messages.Infer], caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = range(1, LEAST_TOGETHER + 1)
+    told = Told(*also, *(asked(str(n), *range(1, n + 1)) for n in numbers), asked("broken", tiny_apps.BROKEN))
+    assert serve_here(told) == [LEAST_TOGETHER + 1 + len(also)]
+    assert told.results() == sums(*numbers) and messages.Failed("broken") in told.sent
+    refused = messages.Refused("bad", "numbers[0] is -1; it must be at least 0")
+    assert (refused in told.sent) == bool(also)
+    assert ("unfold_many of together failed" in caplog.text) == (not also)
 
 
 def test_workers_run_where_the_options_say() -> None:

@@ -40,7 +40,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -301,13 +301,17 @@ class CudnnEngine:
         self._turn.clear()
 
 
+Role = Literal["ours", "baseline", "outside"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
 @dataclass
 class System:
     """One line of a plot."""
 
     name: str
     engine: Callable[[], Engine]
-    role: Literal["ours", "baseline", "outside"] = "baseline"
+    role: Role = "baseline"
     """Role in the comparison: a baseline runs on the same cells and executor, an outside system does not."""
 
 
@@ -556,7 +560,9 @@ class Bench:
             "equal-tree": lambda: self.tree("equal-tree", self.trees(equal=True)),
         }
         for name in self.run.only:
-            yield makers[name]()
+            model = makers[name]()
+            model.systems = [system for system in model.systems if system.role in self.run.roles]
+            yield model
 
     def sentences(self, **options: Any) -> list[Sample]:
         lengths = sentence_lengths(4000, self.run.seed, **options)
@@ -814,10 +820,12 @@ def measure_peaks(run: argparse.Namespace) -> None:
             for system in model.systems:
                 peaks[system.name].append(round(peak_of(system, model, run), 1))
         line["peaks"] = peaks
-        best = max(median(peaks[system.name]) for system in model.systems if system.role != "ours")
+        best = max((median(peaks[system.name]) for system in model.systems if system.role != "ours"), default=0.0)
         for system in model.systems:
             peak = median(peaks[system.name])
-            text = f"  {system.name:24} {peak:9.0f} /s, {peak / best:.2f} of the best other"
+            text = f"  {system.name:24} {peak:9.0f} /s"
+            if best:
+                text += f", {peak / best:.2f} of the best other"
             if model.ideal is not None:
                 text += f", {peak / line['ideal']:.3f} of the ideal {line['ideal']:.0f}"
             text += f" {peaks[system.name]}, {line['equal'][system.name]:.1%} equal"
@@ -949,6 +957,7 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("measure", "show", "peaks"))
     parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, cuda:N or host; several for several workers")
     parser.add_argument("--only", nargs="+", default=list(names), choices=names)
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES, help="for `peaks`: systems to run")
     parser.add_argument("--seconds", type=float, default=1.0, help="of arrivals at each rate")
     parser.add_argument("--repeats", type=int, default=3, help="of each peak, for `peaks`")
     parser.add_argument("--patience", type=float, default=0.3, help="seconds after the last arrival")

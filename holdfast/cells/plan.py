@@ -97,11 +97,10 @@ class EndedGroup(NamedTuple):
 class CellOutputs(Sequence[CellOutput]):
     """The requests that a round has ended, in order of arrival. An output is made only when it is asked for."""
 
-    __slots__ = ("_ends", "groups")
+    __slots__ = ("groups",)
 
     def __init__(self, groups: Sequence[EndedGroup] = ()) -> None:
         self.groups = groups
-        self._ends = [*accumulate(len(group.ids) for group in groups)]
 
     @property
     def ids(self) -> list[str]:
@@ -114,14 +113,15 @@ class CellOutputs(Sequence[CellOutput]):
         return np.concatenate([group.scheduled_at for group in self.groups]) if self.groups else np.zeros(0)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return sum([len(group.ids) for group in self.groups])
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[each] for each in range(*at.indices(len(self)))]
+        ends = [*accumulate(len(group.ids) for group in self.groups)]
         place = range(len(self))[at]
-        number = bisect_right(self._ends, place)
-        return self.groups[number].output(place - (self._ends[number - 1] if number else 0))
+        number = bisect_right(ends, place)
+        return self.groups[number].output(place - (ends[number - 1] if number else 0))
 
     def __iter__(self) -> Iterator[CellOutput]:
         return (group.output(at) for group in self.groups for at in range(len(group.ids)))

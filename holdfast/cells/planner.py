@@ -160,6 +160,8 @@ class CellPlanner:
         """Number of calls of `add`."""
         self._waiting = 0
         """Number of requests that wait."""
+        self._stops = False
+        """Whether any chain so far may end early."""
         self._batches: dict[int, _Batch] = {}
         """The batches that hold ranges, by number."""
         self._free_batches = [*range(capacity - 1, -1, -1)]
@@ -406,7 +408,7 @@ class CellPlanner:
         self._where.update(zip(ids, firsts.tolist(), strict=True))
         for type_, block in zip(lot.form.types, graphs.blocks, strict=True):
             if block.stop is not None:
-                self._kinds[type_].stops = True
+                self._kinds[type_].stops = self._stops = True
         self._enter(found, batch, stops)
         self._waiting -= len(ids)
         if lot.admitted(end):
@@ -493,7 +495,7 @@ class CellPlanner:
                 values[number].append(block.values)
                 if block.stop is not None:
                     stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
-                    kinds[number].stops = True
+                    kinds[number].stops = self._stops = True
                 row += block.rows
         batch.offsets = [
             self._store(kind, total, given, batch) if total else 0
@@ -583,7 +585,7 @@ class CellPlanner:
         ended = self._results.read(self._table, firsts, started)
         for id in ended.ids:
             del self._where[id]
-        if early.any():
+        if self._stops and early.any():
             self._retire(firsts[early])
             firsts = firsts[~early]
         if len(firsts):

@@ -733,7 +733,7 @@ class _Lot:
         return self.admitted(self.begin)
 
     def next_run(self, rows: int) -> tuple[int, int]:
-        """The begin and end of the next requests, without aborted ones, that have at most so many rows."""
+        """The begin and end of the next requests, up to an aborted one, that fit into this number of rows."""
         before = int(self.row_ends[self.begin - 1]) if self.begin else 0
         end = int(np.searchsorted(self.row_ends, before + rows, side="right"))
         return self.begin, min([end, *self.dropped])

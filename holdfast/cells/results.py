@@ -29,7 +29,7 @@ Result = tuple[str, list[Place]]
 
 
 class Form(NamedTuple):
-    """What batches of the same blocks and results have in common."""
+    """The blocks and results that batches of one kind have in common."""
 
     number: int
     types: tuple[int, ...]
@@ -62,7 +62,7 @@ class ResultTable:
         self._form = np.zeros(capacity, np.int32)
         self._ids = np.full(capacity, None, object)
         self._own = np.full(capacity, None, object)
-        """What only one request has: Alone, or a mapping of the constants of a request of a batch, or None."""
+        """For each request, its Alone, or the constants of a request of a batch by name, or None."""
         self._spans = np.zeros((capacity, 0, 3), np.int64)
         """For each result of a request of a batch: its first node, its end, and the row whose chain may end earlier."""
 

@@ -6,15 +6,22 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from holdfast.cells import applications
 from holdfast.cells.applications import find
 from holdfast.cells.applications.weights import DIRECTORY
 from holdfast.cells.cell import FIELD_DTYPES, Field
+from holdfast.cells.executor import CpuExecutor
+from holdfast.cells.graph_batch import GraphBatch
+from holdfast.cells.plan import CellRequests
+from holdfast.cells.planner import CellPlanner
 from scripts.train_cells import run_together
+from tests.cells.models import WORDS, Tagger
 
 PAGE = Path(__file__).parents[3] / "docs" / "cells.md"
 SHOWN = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -45,7 +52,7 @@ def test_weights_that_are_shipped_are_small(name: str) -> None:
 
 
 def test_the_application_that_the_docs_show_has_less_than_60_lines_and_forecasts(folder: Path) -> None:
-    (code,) = SHOWN
+    code, _ = SHOWN
     assert len(code.splitlines()) < 60
     (folder / "forecast.py").write_text(code)
     application = find("forecast:Forecast")
@@ -60,6 +67,25 @@ def test_the_application_that_the_docs_show_has_less_than_60_lines_and_forecasts
         np.testing.assert_allclose(application.finish(results)["next"], expected, rtol=1e-5)
     with pytest.raises(ValueError, match="the largest number is nan; it must be below 1e9"):
         application.unfold({"series": np.array([1, np.nan], np.float32)})
+
+
+def test_the_unfold_many_that_the_docs_show_gives_the_labels_of_each_alone() -> None:
+    namespace: dict[str, Any] = {"np": np, "GraphBatch": GraphBatch}
+    exec(SHOWN[1], namespace)
+    model, random = Tagger(), np.random.default_rng(0)
+    sentences = [random.integers(0, WORDS, length) for length in (3, 1, 5)]
+    batch = namespace["unfold_many"](model, [{"tokens": tokens} for tokens in sentences])
+    planner = CellPlanner(model.cells)
+    executor = CpuExecutor(model.cells, planner.types, capacity=50)
+    planner.add(CellRequests(["0", "1", "2"], batch))
+    found = {}
+    while (plan := planner.schedule(0, 0.0)) is not None:
+        executor.submit(plan)
+        found |= {output.request_id: output.results["label"] for output in planner.update(plan, executor.collect())}
+    with torch.no_grad():
+        for name, tokens in enumerate(sentences):
+            h, _ = model.lstm(model.embedding(torch.from_numpy(tokens))[None])
+            assert found[str(name)].tolist() == model.out(h[0]).argmax(1).tolist()
 
 
 def test_an_object_in_a_module_may_be_the_application_or_a_function_that_gives_it(folder: Path) -> None:

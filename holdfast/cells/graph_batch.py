@@ -18,6 +18,9 @@ from holdfast.cells.cell import Cell
 from holdfast.cells.compiled import compiled
 from holdfast.cells.graph import ZEROS, Read, misfit, value_array
 
+MOST_BLOCKS = 62
+"""Largest number of blocks of a batch. Those that a block reads are noted as bits of an int64."""
+
 
 @dataclass(slots=True)
 class BatchBlock:
@@ -150,11 +153,14 @@ class GraphBatch:
         return some
 
     def _add(self, cell: Cell, given: Any, inputs: dict[str, Any], chain: bool, stop: tuple[str, int] | None) -> int:
-        counts = np.ascontiguousarray(given, dtype=np.int64)
-        if counts.shape != (self.requests,):
+        if len(self.blocks) == MOST_BLOCKS:
+            raise ValueError(f"the batch has {MOST_BLOCKS} blocks; more do not fit")
+        whole = np.array(given)
+        if whole.shape != (self.requests,) or whole.dtype.kind not in "iu":
             raise ValueError(
-                f"counts of cell {cell.name} have the shape {list(counts.shape)}; it must be [{self.requests}]"
+                f"counts of cell {cell.name} are {whole.dtype}{list(whole.shape)}; they must be int[{self.requests}]"
             )
+        counts = whole.astype(np.int64)
         if counts.min() < (1 if chain else 0):
             raise ValueError(
                 f"{counts.min()} nodes of cell {cell.name} in a request; there must be at least {1 if chain else 0}"

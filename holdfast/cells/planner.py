@@ -46,6 +46,7 @@ from holdfast.cells.plan import (
 )
 from holdfast.cells.results import Alone, Form, Result, ResultTable
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
+from holdfast.cells.waiting import Lone, Lot
 
 MAX_TASKS = 5
 """MaxTasksToSubmit (Algorithm 1, line 3): the largest number of tasks in a round."""
@@ -154,7 +155,7 @@ class CellPlanner:
         self._results = ResultTable([kind.ranges for kind in self._kinds], capacity)
         self._where: dict[str, int] = {}
         """For each request: its first row, or if it has none yet, -1 minus the number of its lot."""
-        self._lots: dict[int, _Lone | _Lot] = {}
+        self._lots: dict[int, Lone | Lot] = {}
         """Requests that wait, by the number of the call of `add`, oldest first."""
         self._adds = 0
         """Number of calls of `add`."""
@@ -298,16 +299,16 @@ class CellPlanner:
                 places[kind.number, names[name]] = layout.within(kind.cell, name)[1]
         return widths, places
 
-    def _lone(self, request: CellRequest) -> _Lone:
+    def _lone(self, request: CellRequest) -> Lone:
         """A request to queue. Raises ValueError if it can never run."""
         graph = request.graph
         results = self._places_of(graph)
         if not graph.rows:
             raise ValueError("the graph has no nodes; it needs at least 1")
         self._check_rows(graph.rows)
-        return _Lone((request.id,), graph, results)
+        return Lone((request.id,), graph, results)
 
-    def _lot(self, requests: CellRequests) -> _Lot:
+    def _lot(self, requests: CellRequests) -> Lot:
         """Requests to queue. Raises ValueError if one can never run."""
         graphs = requests.graphs
         if len(requests.ids) != graphs.requests:
@@ -316,7 +317,7 @@ class CellPlanner:
         if rows.min() < 1:
             raise ValueError("a request of the batch has no nodes; each needs at least 1")
         self._check_rows(int(rows.max()))
-        return _Lot(list(requests.ids), graphs, form, np.cumsum(rows))
+        return Lot(list(requests.ids), graphs, form, np.cumsum(rows))
 
     def _check_rows(self, rows: int) -> None:
         if rows > self._capacity - FIRST_ROW:
@@ -354,7 +355,7 @@ class CellPlanner:
         """Give rows to waiting requests, first come, first served, while there are enough for a whole graph."""
         while self._lots:
             number, lot = next(iter(self._lots.items()))
-            if isinstance(lot, _Lone):
+            if isinstance(lot, Lone):
                 if not self._admit_alone():
                     return
             elif not self._admit_lot(number, lot):
@@ -363,10 +364,10 @@ class CellPlanner:
     def _admit_alone(self) -> bool:
         """Give rows to the waiting requests that were added alone, up to the first lot. False if there are no rows."""
         free = self._numbers.free
-        lots: list[_Lone] = []
+        lots: list[Lone] = []
         numbers = []
         for number, lot in self._lots.items():
-            if not isinstance(lot, _Lone):
+            if not isinstance(lot, Lone):
                 break
             free -= lot.graph.rows
             if free < 0:
@@ -393,7 +394,7 @@ class CellPlanner:
         self._waiting -= len(lots)
         return True
 
-    def _admit_lot(self, number: int, lot: _Lot) -> bool:
+    def _admit_lot(self, number: int, lot: Lot) -> bool:
         """Give rows to requests of a lot, up to one that was aborted. False if there are no rows for the next one."""
         begin, end = lot.next_run(self._numbers.free)
         if begin == end:
@@ -699,52 +700,6 @@ class _Batch:
         offset = ranges.take(length)
         self.held.append((ranges, offset, length))
         return offset
-
-
-class _Lone(NamedTuple):
-    """A request that was added alone and waits."""
-
-    ids: tuple[str]
-    graph: CellGraph
-    results: list[Result]
-
-    def drop(self, id: str) -> bool:
-        """Drop a request. Returns whether none is left."""
-        return True
-
-
-@dataclass(slots=True, eq=False)
-class _Lot:
-    """Requests that were added together, and wait in this order."""
-
-    ids: list[str]
-    graphs: GraphBatch
-    form: Form
-    row_ends: np.ndarray
-    """Number of rows of the requests up to each one."""
-    begin: int = 0
-    """The first request that waits."""
-    dropped: set[int] = field(default_factory=set)
-    """Requests from `begin` on that were aborted."""
-
-    def drop(self, id: str) -> bool:
-        """Drop a request. Returns whether none is left."""
-        self.dropped.add(self.ids.index(id, self.begin))
-        return self.admitted(self.begin)
-
-    def next_run(self, rows: int) -> tuple[int, int]:
-        """The begin and end of the next requests, up to an aborted one, that fit into this number of rows."""
-        before = int(self.row_ends[self.begin - 1]) if self.begin else 0
-        end = int(np.searchsorted(self.row_ends, before + rows, side="right"))
-        return self.begin, min([end, *self.dropped])
-
-    def admitted(self, end: int) -> bool:
-        """Move `begin` to `end`, or beyond it while requests were aborted. Returns whether none is left."""
-        while end in self.dropped:
-            self.dropped.remove(end)
-            end += 1
-        self.begin = end
-        return end == len(self.ids)
 
 
 def prepare() -> None:

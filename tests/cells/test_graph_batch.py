@@ -32,8 +32,10 @@ def test_a_batch_has_at_least_one_request() -> None:
 
 def test_counts_are_those_of_each_request() -> None:
     batch = GraphBatch(2)
-    with pytest.raises(ValueError, match=r"counts of cell leaf have the shape \[3\]; it must be \[2\]"):
+    with pytest.raises(ValueError, match=r"counts of cell leaf are int64\[3\]; they must be int\[2\]"):
         batch.add(LEAF, [1, 1, 1], uid=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"counts of cell leaf are float64\[2\]; they must be int\[2\]"):
+        batch.add(LEAF, [1.5, 1], uid=[0, 1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="-1 nodes of cell leaf in a request; there must be at least 0"):
         batch.add(LEAF, [2, -1], uid=[0])
     with pytest.raises(ValueError, match="0 nodes of cell lstm in a request; there must be at least 1"):
@@ -61,6 +63,19 @@ def test_nodes_that_are_read_come_before_their_readers_in_the_same_request(left:
     with pytest.raises(ValueError, match=reason):
         batch.add(INNER, [2, 1], uid=[0, 1, 2], left=left)
     assert len(batch.blocks) == 1
+
+
+def test_a_batch_has_at_most_62_blocks_of_which_the_last_reads_any() -> None:
+    batch = GraphBatch(1)
+    for number in range(61):
+        batch.add(LEAF, [1], uid=[number])
+    batch.add(INNER, [1], uid=[61], left=([60], "h"))
+    with pytest.raises(ValueError, match="the batch has 62 blocks; more do not fit"):
+        batch.add(LEAF, [1], uid=[62])
+    planner = CellPlanner([LEAF, INNER])
+    planner.add(CellRequests(["a"], batch))
+    plan = planner.schedule(0, 0.0)
+    assert plan is not None and len(plan.tasks[0].rows) == 61
 
 
 def test_nodes_of_one_call_may_read_one_another() -> None:

@@ -19,7 +19,7 @@ from holdfast.cells.compiled import compiled
 from holdfast.cells.graph import ZEROS, Read, misfit, value_array
 
 MOST_BLOCKS = 62
-"""Largest number of blocks of a batch. Those that a block reads are noted as bits of an int64."""
+"""Largest number of blocks of a batch. The blocks that one reads are noted as bits of an int64."""
 
 
 @dataclass(slots=True)

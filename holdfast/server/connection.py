@@ -110,11 +110,13 @@ class Connections:
 def connection_limit(config: ServerConfig) -> int:
     """Return the maximum number of open connections.
 
-    This is the configured number, or less if the limit of open files is lower.
+    This is the configured number, or less if the limit of open files is lower. HTTP and gRPC have as many each.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
-    return min(config.max_connections, spare)
+    if files == resource.RLIM_INFINITY:
+        return config.max_connections
+    protocols = 1 if config.grpc_port is None else 2
+    return min(config.max_connections, max(1, (files - RESERVED_FILES) // protocols))
 
 
 class Connection(HttpToolsProtocol):

@@ -34,6 +34,8 @@ CODES = {
 """gRPC's status code by HTTP status. Any other one below 500 is INVALID_ARGUMENT, and from 500 on INTERNAL."""
 MAX_DETAILS = 1024
 """Maximum number of characters of an error's message. All metadata of an answer must fit into the client's limit."""
+IDLE_SECONDS = 300
+"""Time in seconds that a connection is kept without a call. Clients open another one by themselves."""
 HTTP_ONLY = ("content-type", "content-length")
 """Headers of answers that gRPC does not send."""
 
@@ -88,6 +90,8 @@ class GrpcServer:
                 ("grpc.max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.max_allowed_incoming_connections", limit),
                 ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
+                ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
+                ("grpc.keepalive_time_ms", int(config.write_seconds * 1000)),  # Finds clients that are gone.
                 ("grpc.so_reuseport", 0),  # Otherwise a second server would get a share of the calls.
             ],
         )

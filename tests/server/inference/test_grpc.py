@@ -16,8 +16,7 @@ import httpx
 import numpy as np
 import pytest
 import serving
-from fake_app import FakeApp
-from fake_app import asked as asked_over_http
+from fake_app import FakeApp, asked, called
 
 from holdfast.cli.command import main
 from holdfast.core.config import AppConfig
@@ -26,8 +25,6 @@ from holdfast.server.address import listen, reserve_grpc
 from holdfast.server.config import ServerConfig
 from holdfast.server.inference.protobufs import HEALTH, SERVICE, classes, decode
 from holdfast.server.run import serve
-
-from .test_protobufs import asked
 
 grpc = pytest.importorskip("grpc")
 triton = pytest.importorskip("tritonclient.grpc.aio")
@@ -151,7 +148,7 @@ class TestTritonsClient:
 async def test_a_request_at_fault_has_its_status_code(
     app: FakeApp, change: dict[str, Any], code: str, message: str
 ) -> None:
-    given = asked()
+    given = called()
     for name, value in change.items():
         given.ClearField(name)
         if isinstance(value, list):
@@ -160,7 +157,7 @@ async def test_a_request_at_fault_has_its_status_code(
             setattr(given, name, value)
     async with server(app) as made:
         assert (refused := await refusal(made.channel, INFER, given))[0] == code and message in refused[1]
-        assert await call(made.channel, INFER, asked())
+        assert await call(made.channel, INFER, called())
 
 
 @pytest.mark.parametrize(
@@ -176,7 +173,7 @@ async def test_errors_of_the_application_have_their_code_and_are_counted(
 ) -> None:
     app.raises = error
     async with server(app) as made, httpx.AsyncClient(base_url=made.url) as http:
-        assert await refusal(made.channel, INFER, asked()) == (code, message)
+        assert await refusal(made.channel, INFER, called()) == (code, message)
         outcome = "refused" if code == "INVALID_ARGUMENT" else "failed"
         assert f'{{app="sums",outcome="{outcome}"}} 1.0' in (await http.get("/metrics")).text
 
@@ -191,7 +188,7 @@ class TestLeaving:
     async def test_a_client_that_leaves_aborts_its_request(self, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with server(app) as made, httpx.AsyncClient(base_url=made.url) as http:
-            leaving = made.channel.unary_unary(INFER)(asked().SerializeToString())
+            leaving = made.channel.unary_unary(INFER)(called().SerializeToString())
             await until(lambda: bool(app.asked))
             leaving.cancel()
             await until(lambda: app.aborted == 1)
@@ -200,12 +197,12 @@ class TestLeaving:
     async def test_a_deadline_aborts_the_request(self, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with server(app) as made:
-            assert (await refusal(made.channel, INFER, asked(), timeout=0.2))[0] == "DEADLINE_EXCEEDED"
+            assert (await refusal(made.channel, INFER, called(), timeout=0.2))[0] == "DEADLINE_EXCEEDED"
             await until(lambda: app.aborted == len(app.asked))
 
     async def test_a_timeout_of_the_request_ends_it(self, app: FakeApp) -> None:
         app.hold = asyncio.Event()
-        given = asked()
+        given = called()
         given.parameters["timeout"].int64_param = 20_000
         async with server(app) as made:
             code, message = await refusal(made.channel, INFER, given)
@@ -216,7 +213,7 @@ class TestLeaving:
         async with server(app) as made:
             stream = made.channel.stream_stream(STREAM)()
             for _ in range(3):
-                await stream.write(asked().SerializeToString())
+                await stream.write(called().SerializeToString())
             await until(lambda: len(app.asked) == 3)
             stream.cancel()
             await until(lambda: app.aborted == 3)
@@ -231,10 +228,10 @@ class TestKeys:
             for path in (f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{HEALTH}/Check"):
                 assert await call(made.channel, path) == b"\x08\x01"
             wrong = (("authorization", "Bearer other"),)
-            assert (await refusal(made.channel, INFER, asked(), metadata=wrong))[0] == "UNAUTHENTICATED"
+            assert (await refusal(made.channel, INFER, called(), metadata=wrong))[0] == "UNAUTHENTICATED"
             assert not app.asked
             for metadata in (KEY, (("x-api-key", "sesame"),)):
-                assert await call(made.channel, INFER, asked(), metadata=metadata)
+                assert await call(made.channel, INFER, called(), metadata=metadata)
 
     async def test_a_call_without_a_key_is_refused_before_its_message_is_read(self, app: FakeApp) -> None:
         async with server(app, api_key=("sesame",)) as made:
@@ -245,19 +242,19 @@ class TestKeys:
         async with server(app, api_key=("sesame",)) as made:
             assert await made.channel.stream_stream(STREAM)().code() == grpc.StatusCode.UNAUTHENTICATED
             stream = made.channel.stream_stream(STREAM)(metadata=KEY)
-            await stream.write(asked(id="x").SerializeToString())
+            await stream.write(called(id="x").SerializeToString())
             assert decode("ModelStreamInferResponse", await stream.read()).infer_response.id == "x"
             stream.cancel()
 
     async def test_a_key_at_its_share_is_refused_over_both_protocols(self, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with server(app, api_key=("sesame", "other"), tenant_share=0.5) as made:
-            running = [asyncio.create_task(call(made.channel, INFER, asked(), metadata=KEY)) for _ in range(2)]
+            running = [asyncio.create_task(call(made.channel, INFER, called(), metadata=KEY)) for _ in range(2)]
             await until(lambda: len(app.asked) == 2)
-            code, message = await refusal(made.channel, INFER, asked(), metadata=KEY)
+            code, message = await refusal(made.channel, INFER, called(), metadata=KEY)
             assert code == "RESOURCE_EXHAUSTED" and "this API key has 2 requests in progress" in message
             async with httpx.AsyncClient(base_url=made.url, headers=dict(KEY)) as http:
-                third = await http.post("/v2/models/sums/infer", json=asked_over_http())
+                third = await http.post("/v2/models/sums/infer", json=asked())
             assert third.status_code == 429
             app.hold.set()
             await asyncio.gather(*running)
@@ -265,7 +262,7 @@ class TestKeys:
     async def test_a_keys_connections_are_counted_over_both_protocols(self, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with server(app, api_key=("sesame",), max_connections=2) as made:
-            running = [asyncio.create_task(call(made.channel, INFER, asked(), metadata=KEY)) for _ in range(2)]
+            running = [asyncio.create_task(call(made.channel, INFER, called(), metadata=KEY)) for _ in range(2)]
             await until(lambda: len(app.asked) == 2)
             async with httpx.AsyncClient(base_url=made.url, headers=dict(KEY)) as http:
                 refused = await http.get("/v2")
@@ -276,12 +273,12 @@ class TestKeys:
 
 class TestLimits:
     async def test_a_message_that_is_too_large_is_refused(self, app: FakeApp) -> None:
-        large = asked()
+        large = called()
         large.raw_input_contents[3] = b"x" * 2000
         async with server(app, max_body_mb=0.001) as made:
             code, message = await refusal(made.channel, INFER, large)
             assert code == "RESOURCE_EXHAUSTED" and "1000" in message
-            assert await call(made.channel, INFER, asked())
+            assert await call(made.channel, INFER, called())
         assert len(app.asked) == 1
 
     async def test_a_message_that_is_too_large_once_decompressed_is_refused(self, app: FakeApp) -> None:
@@ -289,14 +286,14 @@ class TestLimits:
         async with server(app, max_body_mb=0.001) as made:
             code, message = await refusal(made.channel, INFER, bytes(200_000), compression=grpc.Compression.Gzip)
             assert code == "RESOURCE_EXHAUSTED" and "larger than max" in message
-            assert await call(made.channel, INFER, asked(), compression=grpc.Compression.Gzip)
+            assert await call(made.channel, INFER, called(), compression=grpc.Compression.Gzip)
 
     async def test_a_message_that_does_not_arrive_is_refused(self, app: FakeApp) -> None:
         async with server(app, body_seconds=0.05) as made:
             waiting = made.channel.stream_unary(INFER)()
             assert await waiting.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             assert await waiting.details() == "the message has not arrived within 0.05 s (--body-seconds)"
-            assert await call(made.channel, INFER, asked())
+            assert await call(made.channel, INFER, called())
 
     async def test_a_call_without_a_message_is_refused(self, app: FakeApp) -> None:
         async with server(app) as made:
@@ -308,10 +305,10 @@ class TestLimits:
     async def test_beyond_the_limit_of_requests_the_application_is_unavailable(self, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with server(app) as made:
-            running = [asyncio.create_task(call(made.channel, INFER, asked())) for _ in range(4)]
+            running = [asyncio.create_task(call(made.channel, INFER, called())) for _ in range(4)]
             await until(lambda: len(app.asked) == 4)
             with pytest.raises(grpc.aio.AioRpcError, match="the queue is full") as refused:
-                await call(made.channel, INFER, asked())
+                await call(made.channel, INFER, called())
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
             assert dict(refused.value.trailing_metadata())["retry-after"]
             app.hold.set()
@@ -325,7 +322,7 @@ class TestLimits:
         async with server(app) as made:
             stream = made.channel.stream_stream(STREAM)()
             for number in range(4):
-                await stream.write(asked(id=str(number)).SerializeToString())
+                await stream.write(called(id=str(number)).SerializeToString())
             await stream.done_writing()
             await until(lambda: len(app.asked) == 3)  # One is being written, one waits, one waits for its place.
             app.hold.set()
@@ -363,12 +360,12 @@ async def test_draining_ends_running_calls_and_refuses_new_ones(app: FakeApp, mo
         idle = made.channel.stream_stream(STREAM)()
         await idle.write(b"")
         assert decode("ModelStreamInferResponse", await idle.read()).error_message  # The stream is open.
-        running = asyncio.create_task(call(made.channel, INFER, asked()))
+        running = asyncio.create_task(call(made.channel, INFER, called()))
         await until(lambda: bool(app.asked))
         received.put_nowait(signal.SIGTERM)
         while await call(made.channel, f"{SERVICE}/ServerReady"):
             await asyncio.sleep(0.001)
-        while "the queue is full" in (refused := await refusal(made.channel, INFER, asked()))[1]:
+        while "the queue is full" in (refused := await refusal(made.channel, INFER, called()))[1]:
             await asyncio.sleep(0.001)  # New requests are still admitted, up to the limit.
         assert refused[0] == "UNAVAILABLE" and "the server is shutting down" in refused[1]
         assert not running.done()
@@ -392,9 +389,9 @@ async def test_the_servers_certificate_serves_grpc(tmp_path: Path) -> None:
         {"ssl_certfile": str(tmp_path / "both.pem")},
     ):
         async with server(FakeApp(), credentials, **files) as made:
-            assert await call(made.channel, INFER, asked())
+            assert await call(made.channel, INFER, called())
             async with grpc.aio.insecure_channel(made.place) as plain:
-                assert (await refusal(plain, INFER, asked()))[0] == "UNAVAILABLE"
+                assert (await refusal(plain, INFER, called()))[0] == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_app import INFO
+from fake_app import INFO, RAW, called
 
 from holdfast.engine.messages import AppInfo, Tensor, TensorField
 from holdfast.server.inference.protobufs import ENUMS, MESSAGES, classes, decode, from_fields, read_call, reply
 from holdfast.server.inference.protocol import configuration
 from holdfast.server.protocol import ApiError
 
-RAW = (
-    struct.pack("<3q", 1, 2, 3),
-    struct.pack("<4f", 1, 2.5, 3, 4),
-    b"\x01\x00",
-    struct.pack("<I", 5) + "ähoy".encode(),
-)
-TYPED: tuple[dict[str, Any], ...] = (
-    {"int64_contents": [1, 2, 3]},
-    {"fp32_contents": [1, 2.5, 3, 4]},
-    {"bool_contents": [True, False]},
-    {"bytes_contents": ["ähoy".encode()]},
-)
 HALVES = replace(
     INFO,
     inputs=(TensorField("halves", "float16", (2,), 8, ""), TensorField("ids", "int32", (-1,), 8, "")),
@@ -33,19 +21,9 @@ HALVES = replace(
 )
 
 
-def asked(*, raw: bool = True, **fields: Any) -> Any:
-    """A valid request, with its contents raw or typed."""
-    message = classes()["ModelInferRequest"](model_name="sums", **fields)
-    for field, shape, typed in zip(INFO.inputs, ((3,), (2, 2), (2,), (1,)), TYPED, strict=True):
-        datatype = {"int64": "INT64", "float32": "FP32", "bool": "BOOL", "string": "BYTES"}[field.dtype]
-        message.inputs.add(name=field.name, datatype=datatype, shape=shape, contents={} if raw else typed)
-    message.raw_input_contents.extend(RAW if raw else ())
-    return message
-
-
 @pytest.mark.parametrize("raw", [True, False])
 def test_raw_and_typed_contents_give_the_same_tensors(raw: bool) -> None:
-    message = decode("ModelInferRequest", asked(raw=raw, id="x").SerializeToString())
+    message = decode("ModelInferRequest", called(raw=raw, id="x").SerializeToString())
     wanted = read_call(message, INFO)
     assert wanted.id == "x" and wanted.timeout is None
     assert wanted.inputs == {
@@ -57,7 +35,7 @@ def test_raw_and_typed_contents_give_the_same_tensors(raw: bool) -> None:
 
 def changed(**change: Any) -> Any:
     """A typed request, of which the fields of one input or its contents are changed: `NUMBER_FIELD=value`."""
-    message = asked(raw=False)
+    message = called(raw=False)
     for name, value in change.items():
         _, number, field = name.split("_", 2)
         entry = message.inputs[int(number)]
@@ -94,7 +72,7 @@ def test_a_request_at_fault_is_refused_with_the_value_and_the_limit(change: dict
 
 
 def test_contents_must_come_once() -> None:
-    both, few = asked(), asked()
+    both, few = called(), called()
     both.inputs[1].contents.fp32_contents.extend([1, 2, 3, 4])
     with pytest.raises(ApiError, match="input pairs has contents, and the request raw_input_contents"):
         read_call(both, INFO)
@@ -120,7 +98,7 @@ def test_contents_must_come_once() -> None:
     ],
 )
 def test_parameters_have_the_rules_of_http(name: str, value: dict[str, Any], message: str | None) -> None:
-    given = asked()
+    given = called()
     given.parameters[name].MergeFrom(classes()["InferParameter"](**value))
     if message is None:
         assert read_call(given, INFO).timeout == (2.0 if name == "timeout" else None)
@@ -130,7 +108,7 @@ def test_parameters_have_the_rules_of_http(name: str, value: dict[str, Any], mes
 
 
 def test_all_outputs_are_raw_or_none_is() -> None:
-    mixed = asked()
+    mixed = called()
     mixed.outputs.add(name="label")
     mixed.outputs.add(name="sum").parameters["binary_data"].bool_param = False
     with pytest.raises(ApiError, match="binary_data differs between outputs"):
@@ -143,11 +121,11 @@ OUTPUTS = {"sum": Tensor("float32", (1,), struct.pack("<f", 6.5)), "label": Tens
 
 
 def test_outputs_are_raw_unless_the_request_says_otherwise() -> None:
-    answer = decode("ModelInferResponse", reply(read_call(asked(id="x"), INFO), INFO, OUTPUTS))
+    answer = decode("ModelInferResponse", reply(read_call(called(id="x"), INFO), INFO, OUTPUTS))
     assert (answer.model_name, answer.model_version, answer.id) == ("sums", "1", "x")
     assert list(answer.raw_output_contents) == [OUTPUTS["sum"].data, OUTPUTS["label"].data]
     assert not any(each.HasField("contents") for each in answer.outputs)
-    typed = asked()
+    typed = called()
     typed.parameters["binary_data_output"].bool_param = False
     answer = decode("ModelInferResponse", reply(read_call(typed, INFO), INFO, OUTPUTS))
     number, label = answer.outputs

@@ -218,7 +218,7 @@ def create_app(
             access = Access(calls, ring, checked, Unkeyed(calls))
             return Edge(access, "", QUIET_PATHS, app.state.tracing, config.slow_seconds)
 
-        app.state.calls = Calls(applications, app.state, guard)
+        app.state.calls = Calls(applications, app, guard)
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)

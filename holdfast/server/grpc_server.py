@@ -70,17 +70,12 @@ class Answer:
 class GrpcServer:
     """Listens for calls beside the HTTP server, with its certificate and within its limits."""
 
-    def __init__(
-        self, app: Application, host: object, config: ServerConfig, *, unary: Sequence[str], streams: Sequence[str]
-    ) -> None:
-        """Bind the address. `unary` and `streams` are the paths of the methods. Raises OSError.
-
-        `host` is the HTTP application, whose state the requests share.
-        """
+    def __init__(self, app: Application, config: ServerConfig, *, unary: Sequence[str], streams: Sequence[str]) -> None:
+        """Bind the address. `unary` and `streams` are the paths of the methods. Raises OSError."""
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # It would log a line for each message at fault.
         import grpc
 
-        self._grpc, self._app, self._host, self._config = grpc, app, host, config
+        self._grpc, self._app, self._config = grpc, app, config
         limit = connection_limit(config)
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=limit,
@@ -208,7 +203,6 @@ class GrpcServer:
             "headers": headers,
             "query_string": b"",
             "client": client_of(context.peer()),
-            "app": self._host,
         }
 
 

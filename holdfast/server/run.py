@@ -292,7 +292,7 @@ def calls_over_grpc(app: Any, config: ServerConfig) -> GrpcServer | None:
     if config.grpc_port is None or app.state.calls is None:
         return None
     calls = app.state.calls
-    return GrpcServer(calls.entry, app, config, unary=calls.unary, streams=calls.streams)
+    return GrpcServer(calls.entry, config, unary=calls.unary, streams=calls.streams)
 
 
 def websocket_protocol(connections: Connections) -> Any:

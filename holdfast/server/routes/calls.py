@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,8 +26,6 @@ from holdfast.server.service import internal, trouble
 INFER, STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
 MOST_OF_STREAM = 64
 """Maximum number of requests of one stream whose answers are not sent yet. Further ones are not read meanwhile."""
-
-log = logging.getLogger("holdfast.server")
 
 Method = Callable[[Any], Awaitable[Any]]
 
@@ -49,12 +47,12 @@ class Unkeyed:
 class Calls:
     """Answers each request with the protobuf message of its method."""
 
-    def __init__(self, applications: Applications, state: Any, guard: Callable[[ASGIApp], ASGIApp]) -> None:
-        """`state` is that of the HTTP application, with `admissions` and `clients` of all engines.
+    def __init__(self, applications: Applications, http: FastAPI, guard: Callable[[ASGIApp], ASGIApp]) -> None:
+        """`http` is the application for HTTP, whose limits and whose engines' `admissions` and `clients` are shared.
 
         `guard` returns an application with checks of keys and limits around another one.
         """
-        self._applications, self._state = applications, state
+        self._applications, self._http = applications, http
         self.entry = guard(self)
         """Application that checks each request before this one answers it."""
         self._methods: dict[str, tuple[str, Method]] = {
@@ -82,7 +80,7 @@ class Calls:
         return (STREAM,)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request = Request({**scope, "app": self._http}, receive)
         try:
             if scope["path"] == STREAM:
                 await self._stream(request, send)
@@ -154,7 +152,8 @@ class Calls:
         return protobufs.from_fields("ServerReadyResponse", {"ready": await self._trouble() is None})
 
     async def _trouble(self) -> str | None:
-        return await trouble(self._state.admissions, self._state.clients, self._applications.config.health_seconds)
+        state = self._http.state
+        return await trouble(state.admissions, state.clients, self._applications.config.health_seconds)
 
     async def _model_ready(self, message: Any) -> Any:
         """Whether an application accepts requests. An unknown one does not, as at Triton."""

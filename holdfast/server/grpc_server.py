@@ -68,7 +68,7 @@ class Answer:
 
 
 class GrpcServer:
-    """Listens for calls beside the HTTP server, with its certificate and within its limits."""
+    """Listens for calls next to the HTTP server, with its certificate and within its limits."""
 
     def __init__(self, app: Application, config: ServerConfig, *, unary: Sequence[str], streams: Sequence[str]) -> None:
         """Bind the address. `unary` and `streams` are the paths of the methods. Raises OSError."""

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's protobuf messages, with those of Triton and of gRPC's health checks beside it.
+"""The Open Inference Protocol's protobuf messages, and those of Triton and of gRPC's health checks.
 
 A tensor comes as raw bytes, or typed: as a list of its elements. FP16 is never typed.
 """

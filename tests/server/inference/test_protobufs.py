@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_app import INFO, RAW, called
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.engine.messages import AppInfo, Tensor, TensorField
 from holdfast.server.inference.protobufs import ENUMS, MESSAGES, classes, decode, from_fields, read_call, reply
@@ -136,9 +139,9 @@ def test_outputs_are_raw_unless_the_request_says_otherwise() -> None:
 def halves(app: AppInfo, *, raw: bool) -> Any:
     message = classes()["ModelInferRequest"](model_name="sums")
     contents: Any = ({}, {}) if raw else ({}, {"int_contents": [-7]})
-    for field, shape, given in zip(app.inputs, ((2,), (1,)), contents, strict=True):
+    for field, shape, typed in zip(app.inputs, ((2,), (1,)), contents, strict=True):
         datatype = {"float16": "FP16", "int32": "INT32"}[field.dtype]
-        message.inputs.add(name=field.name, datatype=datatype, shape=shape, contents=given)
+        message.inputs.add(name=field.name, datatype=datatype, shape=shape, contents=typed)
     message.raw_input_contents.extend([struct.pack("<2e", 1, 2), struct.pack("<i", -7)] if raw else ())
     return message
 
@@ -158,6 +161,24 @@ def test_half_precision_is_raw_in_both_directions() -> None:
 def test_bytes_that_are_no_message_are_refused() -> None:
     with pytest.raises(ApiError, match="the 2 bytes of the request are no ModelInferRequest"):
         decode("ModelInferRequest", b"\xff\xff")
+
+
+@given(raw=st.booleans(), cut=st.integers(0, 300), length=st.integers(0, 6), more=st.binary(max_size=6))
+def test_changed_bytes_give_valid_tensors_or_an_error_for_the_client(
+    raw: bool, cut: int, length: int, more: bytes
+) -> None:
+    body = called(raw=raw, id="x").SerializeToString()
+    cut %= len(body)
+    try:
+        wanted = read_call(decode("ModelInferRequest", body[:cut] + more + body[cut + length :]), INFO)
+    except ApiError as error:
+        assert error.status == 400 and error.message
+        return
+    for field in INFO.inputs:
+        tensor = wanted.inputs[field.name]
+        size = {"int64": 8, "float32": 4, "bool": 1}.get(field.dtype)
+        assert size is None or len(tensor.data) == size * math.prod(tensor.shape)
+    assert reply(wanted, INFO, OUTPUTS)
 
 
 def test_a_configuration_keeps_each_field_of_its_json() -> None:

@@ -301,6 +301,7 @@ def drawn(served: Served, number: int, seed: int) -> list[Wanted]:
     import hypothesis
     import requests
     import schemathesis
+    from schemathesis.core.errors import SerializationNotPossible
 
     found: list[Wanted] = []
     r = random.Random(seed)
@@ -324,7 +325,8 @@ def drawn(served: Served, number: int, seed: int) -> list[Wanted]:
             continue
         for mode in schemathesis.GenerationMode:
             cases = result.ok().as_strategy(generation_mode=mode)
-            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # some routes cannot get an invalid request
+            # Some routes cannot get an invalid request, and schemathesis makes no protobuf messages.
+            with contextlib.suppress(hypothesis.errors.Unsatisfiable, SerializationNotPossible):
                 hypothesis.seed(seed)(settings(hypothesis.given(cases)(collect)))()
     return found
 

@@ -130,17 +130,23 @@ def test_the_announced_examples_are_valid_without_keys() -> None:
 
 
 def test_the_announcement_of_applications_shows_their_inputs_and_outputs() -> None:
-    out, server = io.StringIO(), ServerConfig(api_key=("sesame",), host="::", grpc_port=8001)
+    out, server = io.StringIO(), ServerConfig(api_key=("sesame",))
     announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", server)
     shown = out.getvalue()
     for part in (
-        "serves sums", "http://127.0.0.1:8000", "[::1]:8001",
-        "numbers int64[1 to 8], pairs float32[1 to 4, 2], flags bool[2]",
+        "serves sums", "http://127.0.0.1:8000", "numbers int64[1 to 8], pairs float32[1 to 4, 2], flags bool[2]",
         "→ sum float32[1], label string[1 to 8]", "cells sums-cell; 64 places for nodes on cpu",
         "at most 4 sums-cell in a task (not measured, see holdfast profile --app)",
         'curl http://127.0.0.1:8000/v2/models/sums -H "authorization: Bearer $HOLDFAST_API_KEY"',
     ):  # fmt: skip
         assert part in shown
+
+
+def test_the_announcement_of_applications_shows_the_address_of_grpc() -> None:
+    pytest.importorskip("grpc")
+    out = io.StringIO()
+    announce_apps(Console(file=out, width=160), [INFO], "http://[::1]:8000", ServerConfig(host="::", grpc_port=8001))
+    assert "gRPC     [::1]:8001  (the same protocol)" in out.getvalue()
 
 
 def test_the_announcement_of_an_application_says_that_a_profile_picked_its_sizes() -> None:

@@ -259,9 +259,9 @@ def odd_headers(r: random.Random) -> dict[str, str]:
     ])  # fmt: skip
 
 
-def mutated(r: random.Random, ids: Ids) -> Wanted:
-    """A request of any route, valid or with up to three odd changes."""
-    route = r.choice(list(ROUTES))
+def mutated(r: random.Random, ids: Ids, routes: list[str]) -> Wanted:
+    """A request of any of the routes, valid or with up to three odd changes."""
+    route = r.choice(routes)
     method, path = route.split(" ")
     key, make = r.choice(KEYS), ROUTES[route]
     if "{item_id}" in path and r.random() < 0.9:
@@ -337,12 +337,12 @@ TAKEN = ("method", "url", "headers", "params", "data", "json", "cookies")
 class Fuzzing:
     """The requests and answers so far."""
 
-    def __init__(self, served: Served, number: int, seed: int, requests: list[Wanted]) -> None:
-        self.served, self.number, self.seed = served, number, seed
+    def __init__(self, served: Served, number: int, seed: int, requests: list[Wanted], routes: list[str]) -> None:
+        self.served, self.number, self.seed, self.routes = served, number, seed, routes
         self.drawn = requests
         self.asked = 0
         self.ids = Ids()
-        self.answers: dict[str, Counter[str]] = {route: Counter() for route in ROUTES}
+        self.answers: dict[str, Counter[str]] = {route: Counter() for route in routes}
         self.defects: list[str] = []
 
     async def run(self) -> None:
@@ -354,7 +354,7 @@ class Fuzzing:
         connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         while self.asked < self.number:
             self.asked += 1
-            wanted = self.drawn.pop() if self.drawn and r.random() < 0.3 else mutated(r, self.ids)
+            wanted = self.drawn.pop() if self.drawn and r.random() < 0.3 else mutated(r, self.ids, self.routes)
             keep, kind, written = False, "closed", wanted.written()
             try:
                 if connection is None:
@@ -438,7 +438,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--only", metavar="TEXT", help="only routes with this text, and none drawn by schemathesis")
     options = parser.parse_args()
+    routes = [route for route in ROUTES if (options.only or "") in route]
     print(about(), f"Seed {options.seed}", sep="\n", flush=True)
     keys = {"HOLDFAST_API_KEY": ",".join((OURS, *KEYS))}
     with tempfile.TemporaryDirectory() as directory:
@@ -448,9 +450,8 @@ def main() -> int:
             with beside(served, LENGTH - 8) as neighbour:
                 alone = quiet(neighbour)
                 os.nice(19)  # the fuzzer's own work should leave the server's cores free
-                fuzzing = Fuzzing(
-                    served, options.requests, options.seed, drawn(served, options.requests // 10, options.seed)
-                )
+                requests = [] if options.only else drawn(served, options.requests // 10, options.seed)
+                fuzzing = Fuzzing(served, options.requests, options.seed, requests, routes)
                 print(f"{len(fuzzing.drawn):,} of the requests are drawn by schemathesis", flush=True)
                 random.Random(options.seed).shuffle(fuzzing.drawn)
                 began, load = time.monotonic(), Load()

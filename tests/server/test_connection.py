@@ -129,7 +129,7 @@ async def test_requests_that_are_not_http_write_nothing_to_the_log(
 async def test_a_request_with_a_body_is_answered_though_it_asks_for_another_protocol(
     listening: Listening, framing: str, protocol: bytes
 ) -> None:
-    upgrade = b"upgrade: %b\r\nconnection: upgrade\r\n" % protocol
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\n" % protocol
     body = b"content-length: %d\r\n\r\n%b" % (len(CHAT), CHAT)
     if framing == "chunks":
         body = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT)

@@ -127,8 +127,8 @@ def create_app(
     They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs, the
     models in training, the samplers and the batches, which must be started and closed in this order.
     `app.state.responses.close()` closes the store. `app.state.tracing`, if present, must be closed at the end.
-    `app.state.calls` answers requests over gRPC, if there are applications. `app.state.admissions` counts the requests in
-    progress. `app.state.clients` holds the clients of all engines.
+    `app.state.calls` answers requests over gRPC, if there are applications. `app.state.admissions` counts the requests
+    in progress. `app.state.clients` holds the clients of all engines.
     """
     app = App(
         config,

@@ -12,6 +12,7 @@ from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import Inference
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.messages import AppInfo, AppStats, CellTypeStats, Tensor, TensorField
+from holdfast.server.inference.protobufs import classes
 
 INFO = AppInfo(
     name="sums",
@@ -90,3 +91,27 @@ def asked(numbers: Any = (1, 2, 3), **more: Any) -> dict[str, Any]:
         {"name": "label", "datatype": "BYTES", "shape": [1], "data": ["ähoy"]},
     ]
     return {"inputs": inputs, **more}
+
+
+RAW = (
+    struct.pack("<3q", 1, 2, 3),
+    struct.pack("<4f", 1, 2.5, 3, 4),
+    b"\x01\x00",
+    struct.pack("<I", 5) + "ähoy".encode(),
+)
+TYPED: tuple[dict[str, Any], ...] = (
+    {"int64_contents": [1, 2, 3]},
+    {"fp32_contents": [1, 2.5, 3, 4]},
+    {"bool_contents": [True, False]},
+    {"bytes_contents": ["ähoy".encode()]},
+)
+
+
+def called(*, raw: bool = True, **fields: Any) -> Any:
+    """A valid request as a protobuf message, with its contents raw or typed."""
+    message = classes()["ModelInferRequest"](model_name="sums", **fields)
+    for tensor, shape, typed in zip(INFO.inputs, ((3,), (2, 2), (2,), (1,)), TYPED, strict=True):
+        datatype = {"int64": "INT64", "float32": "FP32", "bool": "BOOL", "string": "BYTES"}[tensor.dtype]
+        message.inputs.add(name=tensor.name, datatype=datatype, shape=shape, contents={} if raw else typed)
+    message.raw_input_contents.extend(RAW if raw else ())
+    return message

@@ -1,8 +1,9 @@
 """Send a server requests that are almost right, during an ordinary stream of another client.
 
 Part of them is drawn by schemathesis from the server's own OpenAPI document. The others are valid requests of every
-route, with the ids of stored responses and conversations (also of another tenant, also deleted ones), with odd changes
-to their values, their bytes, their headers, their framing, or to the connection in mid-answer.
+route, with the ids of stored responses, conversations, models in training and checkpoints (also of another tenant, also
+deleted ones), with odd changes to their values, their bytes, their headers, their framing, or to the connection in
+mid-answer.
 
 Prints its seed, a table of the answers by route (503 is a clear refusal, any other 5xx a defect), the server's log, and
 the longest gap between tokens of the stream. Exit status 1 if there is a 5xx other than 503, a request that is never
@@ -33,6 +34,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import uvloop
 
+from benchmarks.robustness import training_requests
 from benchmarks.robustness.neighbour import OURS, Neighbour, Served, about, beside, serving
 
 KEYS = ("of-one-fuzzer", "of-another-fuzzer")
@@ -43,7 +45,7 @@ LENGTH = 128
 """Longest sequence of the server. It is short, so that requests are cheap."""
 OPTIONS = (
     f"--max-model-len {LENGTH} --token-budget 128 --max-sequences 32 --max-waiting 64 --max-choices 8 --max-body-mb 1 "
-    "--body-seconds 2 --header-seconds 2 --idle-seconds 30 --write-seconds 5 --store-conversations 2000"
+    "--body-seconds 2 --header-seconds 2 --idle-seconds 30 --write-seconds 5 --store-conversations 2000 --tuning"
 )
 MODEL = {"model": "holdfast-tiny"}
 WORDS = ("hello", "the sea", "x", "Ünï💥", "<|end|>", " ")
@@ -64,6 +66,9 @@ class Ids:
             if id[:4] != "msg_" or holder:
                 kept = f"{holder[0]}/items/{id}" if holder and id[:4] == "msg_" else id
                 self.known.setdefault((key, id[:4]), deque(maxlen=64)).append(kept)
+        for found in training_requests.IDS.findall(answer)[:8]:
+            id = found.decode(errors="replace")
+            self.known.setdefault((key, training_requests.kind_of(id)), deque(maxlen=64)).append(id)
 
     def draw(self, r: random.Random, key: str, kind: str) -> str:
         """An id of this kind: mostly the tenant's own, and mostly one of the last, which others use now too."""
@@ -127,7 +132,8 @@ def conversation(r: random.Random, key: str, ids: Ids) -> Body:
     return {"items": messages(r, "input_text"), "metadata": {"a": r.choice(WORDS)}}
 
 
-ROUTES: dict[str, Callable[[random.Random, str, Ids], Body] | None] = {
+ROUTES: dict[str, Callable[[random.Random, str, Any], Any] | None] = {
+    **training_requests.routes(),
     "GET /": None,
     "GET /v1/models": None,
     "GET /v1/models/{model}": None,
@@ -158,7 +164,10 @@ ROUTES: dict[str, Callable[[random.Random, str, Ids], Body] | None] = {
 }
 ENDLESS = ("/v1/batches/events",)
 """Routes whose answers do not end."""
-KINDS = {"{response_id}": "resp", "{conversation_id}": "conv", "{item_id}": "msg_"}
+KINDS = {
+    "{response_id}": "resp", "{conversation_id}": "conv", "{item_id}": "msg_", "{session_id}": "session",
+    "{model_id}": "model", "{sampler_id}": "sampler",
+}  # fmt: skip
 NUMBERS = ("1", "0", "-4", "²", "000000100999", "9" * 5000, "1e2", "", "NaN", "100", "3")
 QUERY = {"limit": NUMBERS, "order": ("asc", "desc", "x"), "after": ("", "x", "\0"), "stream": ("true", "1"),
          "starting_after": NUMBERS, "\ud7ff": ("💥",)}  # fmt: skip
@@ -250,13 +259,17 @@ def odd_headers(r: random.Random) -> dict[str, str]:
     ])  # fmt: skip
 
 
-def mutated(r: random.Random, ids: Ids) -> Wanted:
-    """A request of any route, valid or with up to three odd changes."""
-    route = r.choice(list(ROUTES))
+def mutated(r: random.Random, ids: Ids, routes: list[str]) -> Wanted:
+    """A request of any of the routes, valid or with up to three odd changes."""
+    route = r.choice(routes)
     method, path = route.split(" ")
     key, make = r.choice(KEYS), ROUTES[route]
     if "{item_id}" in path and r.random() < 0.9:
         path = path.replace("{conversation_id}/items/{item_id}", ids.draw(r, key, "msg_"))
+    if "{place}" in path:
+        of_checkpoint = training_requests.checkpoint_of(ids.draw(r, key, "path"))
+        for name, part in zip(("{model_id}", "{place}", "{name}"), of_checkpoint, strict=True):
+            path = path.replace(name, part)
     for name, kind in KINDS.items():
         path = path.replace(name, ids.draw(r, key, kind))
     wanted = Wanted(route, method, path.replace("{model}", r.choice(["holdfast-tiny", "x/y", "%2e%2e"])), key)
@@ -264,16 +277,19 @@ def mutated(r: random.Random, ids: Ids) -> Wanted:
         names = r.sample(list(QUERY), r.randrange(1, 4))
         wanted.path += "?" + urlencode({name: r.choice(QUERY[name]) for name in names})
     body = make(r, key, ids) if make else r.choice([None, None, None, {}]) if method != "GET" else None
-    for _ in range(r.choice([0, 0, 0, 1, 1, 2, 3])) if body is not None else ():
+    for _ in range(r.choice([0, 0, 0, 1, 1, 2, 3])) if isinstance(body, dict) else ():
         change_value(r, body)
-    if body is not None:
+    if isinstance(body, bytes):
+        wanted.body = change_bytes(r, body) if r.random() < 0.5 else body
+        wanted.headers = {"content-type": "application/x-protobuf"}
+    elif body is not None:
         text = json.dumps(body)
         depth = r.choice([5, 100, 1000, 10_000, 60_000])
         text = text.replace('"@DEEP@"', "[" * depth + "]" * depth)
         wanted.body = change_bytes(r, text.encode()) if r.random() < 0.15 else text.encode()
         wanted.framing = r.choices(["length", "chunked", "long", "short"], [88, 10, 0.3, 1])[0]
     if r.random() < 0.1:
-        wanted.headers = odd_headers(r)
+        wanted.headers |= odd_headers(r)
     if r.random() < 0.03:
         wanted.method = r.choice(["PUT", "PATCH", "HEAD", "OPTIONS", "GET", "POST", "DELETE", "TRACE"])
     wanted.leaves = r.random() < 0.05
@@ -285,6 +301,7 @@ def drawn(served: Served, number: int, seed: int) -> list[Wanted]:
     import hypothesis
     import requests
     import schemathesis
+    from schemathesis.core.errors import SerializationNotPossible
 
     found: list[Wanted] = []
     r = random.Random(seed)
@@ -308,7 +325,8 @@ def drawn(served: Served, number: int, seed: int) -> list[Wanted]:
             continue
         for mode in schemathesis.GenerationMode:
             cases = result.ok().as_strategy(generation_mode=mode)
-            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # some routes cannot get an invalid request
+            # Some routes cannot get an invalid request, and schemathesis makes no protobuf messages.
+            with contextlib.suppress(hypothesis.errors.Unsatisfiable, SerializationNotPossible):
                 hypothesis.seed(seed)(settings(hypothesis.given(cases)(collect)))()
     return found
 
@@ -319,12 +337,12 @@ TAKEN = ("method", "url", "headers", "params", "data", "json", "cookies")
 class Fuzzing:
     """The requests and answers so far."""
 
-    def __init__(self, served: Served, number: int, seed: int, requests: list[Wanted]) -> None:
-        self.served, self.number, self.seed = served, number, seed
+    def __init__(self, served: Served, number: int, seed: int, requests: list[Wanted], routes: list[str]) -> None:
+        self.served, self.number, self.seed, self.routes = served, number, seed, routes
         self.drawn = requests
         self.asked = 0
         self.ids = Ids()
-        self.answers: dict[str, Counter[str]] = {route: Counter() for route in ROUTES}
+        self.answers: dict[str, Counter[str]] = {route: Counter() for route in routes}
         self.defects: list[str] = []
 
     async def run(self) -> None:
@@ -336,7 +354,7 @@ class Fuzzing:
         connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         while self.asked < self.number:
             self.asked += 1
-            wanted = self.drawn.pop() if self.drawn and r.random() < 0.3 else mutated(r, self.ids)
+            wanted = self.drawn.pop() if self.drawn and r.random() < 0.3 else mutated(r, self.ids, self.routes)
             keep, kind, written = False, "closed", wanted.written()
             try:
                 if connection is None:
@@ -420,18 +438,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--only", metavar="TEXT", help="only routes with this text, and none drawn by schemathesis")
     options = parser.parse_args()
+    routes = [route for route in ROUTES if (options.only or "") in route]
     print(about(), f"Seed {options.seed}", sep="\n", flush=True)
     keys = {"HOLDFAST_API_KEY": ",".join((OURS, *KEYS))}
     with tempfile.TemporaryDirectory() as directory:
-        arguments = [*OPTIONS.split(), "--store", f"{directory}/store.sqlite"]
+        places = {"store": "store.sqlite", "files": "files", "tuning-state": "tuning"}
+        arguments = [*OPTIONS.split(), *(f"--{name}={directory}/{place}" for name, place in places.items())]
         with serving(arguments, keys) as served:
             with beside(served, LENGTH - 8) as neighbour:
                 alone = quiet(neighbour)
                 os.nice(19)  # the fuzzer's own work should leave the server's cores free
-                fuzzing = Fuzzing(
-                    served, options.requests, options.seed, drawn(served, options.requests // 10, options.seed)
-                )
+                requests = [] if options.only else drawn(served, options.requests // 10, options.seed)
+                fuzzing = Fuzzing(served, options.requests, options.seed, requests, routes)
                 print(f"{len(fuzzing.drawn):,} of the requests are drawn by schemathesis", flush=True)
                 random.Random(options.seed).shuffle(fuzzing.drawn)
                 began, load = time.monotonic(), Load()

@@ -264,12 +264,15 @@ def serve_command() -> Command:
         from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.logs import FORMAT_VARIABLE
         from holdfast.engine.spawn import EngineProcess
-        from holdfast.server.address import check_tls, listen, reserve
+        from holdfast.server.address import check_tls, listen, reserve, reserve_grpc
 
         with value_errors_as_usage():
             check_tls(server)
         bind = reserve if server.api_processes > 1 else listen
         with bind(server) as listener, ExitStack() as held:
+            if server.grpc_port is not None:
+                port = held.enter_context(reserve_grpc(server)).getsockname()[1]
+                server = replace(server, grpc_port=port)
             process = None
             if engine is not None and not cluster.engines:
                 with value_errors_as_usage():
@@ -339,6 +342,8 @@ def serve_configs(asked: Asked) -> ServeConfigs:
     if cluster.engines:
         refuse_engine_flags(asked.flags, "an engine that is started here; give it to holdfast engine", but=())
     if not apps.app:
+        if server.grpc_port is not None:
+            raise UsageError("--grpc-port is for applications; name one with --app")
         for field in fields(AppConfig):
             if field.name in asked.flags:
                 raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")

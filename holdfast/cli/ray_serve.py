@@ -28,6 +28,7 @@ REFUSED: Mapping[str, str] = {
     ),
     "ray": "engines run in the cluster of Ray Serve; leave it out",
     "engines": "engines run in the cluster of Ray Serve; leave it out",
+    "grpc_port": "applications are not served here; leave it out",
     "api_processes": "num_replicas of the deployment is their number; leave it out",
     "max_replicas": "an API process would not know of a replica that another one adds; set replicas",
     "adapter_root": "an adapter loaded by a request would be known to one API process alone; leave it out",

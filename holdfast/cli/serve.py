@@ -25,6 +25,7 @@ from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
 from holdfast.server import supervisor
+from holdfast.server.address import authority, reachable
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY, place, shown
 from holdfast.server.run import Engines, log_as
@@ -64,7 +65,7 @@ async def run(
         if engine is not None and engines.model is not None:
             announce(console, engines.model.config, server, engines.model.info, url, replicas_of(engines.model))
         if engines.apps:
-            announce_apps(console, [client.info for client in engines.apps], url, keys=number_of_keys(server))
+            announce_apps(console, [client.info for client in engines.apps], url, server)
 
     if engine is not None and server.api_processes > 1:
         return await supervisor.run(
@@ -153,7 +154,7 @@ def replicas_of(model: EngineClient | Replicas) -> str:
     return f"{len(model.members)} ({places}){more}; routing is {model.router.name}"
 
 
-def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: int) -> None:
+def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, server: ServerConfig) -> None:
     """Print each application with its inputs and outputs, and how to try one."""
     console.print()
     console.print(
@@ -161,6 +162,8 @@ def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: 
         Text(f" (ready in {max(app.started_in for app in apps):.1f} s)", style="dim"),
     )
     rows = [("address", f"{url}  (Open Inference Protocol under /v2, described at /openapi.json)")]
+    if server.grpc_port is not None:
+        rows.append(("gRPC", f"{authority(reachable(server.host), server.grpc_port)}  (the same protocol)"))
     for app in apps:
         takes, gives = (", ".join(map(field, fields)) for fields in (app.inputs, app.outputs))
         rows.append((app.name, f"{takes} → {gives}"))
@@ -174,7 +177,7 @@ def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: 
     for name, value in rows:
         table.add_row(Text(f"  {name}", style="dim"), Text(value))
     console.print(table)
-    key = key_header(keys)
+    key = key_header(number_of_keys(server))
     console.print("\n  what it takes\n", style="dim")
     console.print(Text(f"curl {url}/v2/models/{apps[0].name}{key}"), soft_wrap=True)
     console.print("\n  Ctrl-C ends it.\n", style="dim")

@@ -47,8 +47,8 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "ServerConfig": {
         "the address": (
-            "host", "port", "api_processes", "api_key", "allowed_host", "allowed_origin", "root_path", "ssl_certfile",
-            "ssl_keyfile",
+            "host", "port", "grpc_port", "api_processes", "api_key", "allowed_host", "allowed_origin", "root_path",
+            "ssl_certfile", "ssl_keyfile",
         ),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser"),
         "limits of requests and connections": (

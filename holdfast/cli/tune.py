@@ -82,13 +82,6 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        Hyperparameters(
-            epochs=1 if self.epochs == "auto" else self.epochs,
-            batch_size=1 if self.batch_size == "auto" else self.batch_size,
-            rank=self.rank,
-            alpha=1.0 if self.alpha is None else self.alpha,
-            modules=self.target_module or ALL_MODULES,
-        )
         for name, low, high in (
             ("epochs", 1, 50),
             ("learning_rate_multiplier", 1e-9, 1000),
@@ -97,6 +90,13 @@ class TuneConfig:
             value = getattr(self, name)
             if value != "auto" and not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        Hyperparameters(
+            epochs=1 if self.epochs == "auto" else self.epochs,
+            batch_size=1 if self.batch_size == "auto" else self.batch_size,
+            rank=self.rank,
+            alpha=1.0 if self.alpha is None else self.alpha,
+            modules=self.target_module or ALL_MODULES,
+        )
 
     def request(self, model: str, training: str, validation: str | None) -> dict[str, Any]:
         """Return the body of POST /v1/fine_tuning/jobs for uploaded files."""

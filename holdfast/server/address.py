@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import ssl
+from dataclasses import replace
 
 from holdfast.files.regular import open_file
 from holdfast.server.config import ServerConfig
@@ -29,8 +30,20 @@ def reserve(config: ServerConfig) -> socket.socket:
     return bind(config, shared=True)
 
 
-def bind(config: ServerConfig, *, shared: bool) -> socket.socket:
-    """Bind the address. If `shared`, further processes of this user can bind it, too. Raises OSError."""
+def reserve_grpc(config: ServerConfig) -> socket.socket:
+    """Bind the port of gRPC, and get no connections. Raises OSError.
+
+    gRPC binds it once more and listens, which Linux allows while this socket does not listen.
+    """
+    assert config.grpc_port is not None
+    return bind(replace(config, port=config.grpc_port, grpc_port=None), shared=False, option="--grpc-port")
+
+
+def bind(config: ServerConfig, *, shared: bool, option: str = "--port") -> socket.socket:
+    """Bind the address. If `shared`, further processes of this user can bind it, too. Raises OSError.
+
+    `option` is the one that sets the port.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     # Name the protocol: asyncio turns off Nagle's delay (40 ms per reply) only for sockets marked as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -42,7 +55,8 @@ def bind(config: ServerConfig, *, shared: bool) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or str(error)
-        raise OSError(f"cannot listen on {config.host}:{config.port}: {why}; choose another --port or --host") from None
+        place = f"{config.host}:{config.port}"
+        raise OSError(f"cannot listen on {place}: {why}; choose another {option} or --host") from None
     listener.setblocking(False)
     return listener
 
@@ -75,5 +89,14 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
     """Return the server's URL for clients on this machine."""
     scheme = "http" if config.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{authority(reachable(host), port)}"
+
+
+def reachable(host: str) -> str:
+    """Return the address at which clients on this machine reach a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def authority(host: str, port: int) -> str:
+    """Return a host and port as in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -44,6 +45,7 @@ from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
 from holdfast.server.routes.adapters import add_adapter_routes, is_weights_path
+from holdfast.server.routes.calls import Calls, Unkeyed
 from holdfast.server.routes.chats import add_chat_store_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.docs import add_docs_route
@@ -125,7 +127,8 @@ def create_app(
     They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs, the
     models in training, the samplers and the batches, which must be started and closed in this order.
     `app.state.responses.close()` closes the store. `app.state.tracing`, if present, must be closed at the end.
-    `app.state.admissions` counts the requests in progress. `app.state.clients` holds the clients of all engines.
+    `app.state.calls` answers requests over gRPC, if there are applications. `app.state.admissions` counts the requests
+    in progress. `app.state.clients` holds the clients of all engines.
     """
     app = App(
         config,
@@ -150,7 +153,8 @@ def create_app(
     """Metrics that only operators may see on a server with keys."""
     accounts = None if held is None else Accounts(held, KeyMetrics(operators))
     app.state.accounts = accounts
-    add_access(app, ring, config, accounts)
+    in_progress = Counter[str]()
+    add_access(app, ring, config, accounts, in_progress)
     service = Service(client, config, metrics) if client is not None else None
     app.state.service = service
     app.state.responses = app.state.shared_adapters = app.state.adapter_versions = None
@@ -205,8 +209,16 @@ def create_app(
             add_replica_routes(app, client, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
+    app.state.calls = None
     if apps:
         add_inference_routes(app, applications)
+
+        def guard(calls: ASGIApp) -> ASGIApp:
+            checked = KeyCheck(metered(calls, accounts), ring, config, in_progress)
+            access = Access(calls, ring, checked, Unkeyed(calls))
+            return Edge(access, "", QUIET_PATHS, app.state.tracing, config.slow_seconds)
+
+        app.state.calls = Calls(applications, app, guard)
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
@@ -218,17 +230,24 @@ def create_app(
     return app
 
 
-def add_access(app: FastAPI, ring: KeyRing, config: ServerConfig, accounts: Accounts | None) -> None:
+def add_access(
+    app: FastAPI, ring: KeyRing, config: ServerConfig, accounts: Accounts | None, in_progress: Counter[str]
+) -> None:
     """Let each request pass the check and limits of its key, or the check of browsers while the server has no keys.
 
-    Without a language model there is no store, and there are no `accounts`.
+    `in_progress` counts the requests of each key.
     """
 
     def access(inner: ASGIApp) -> ASGIApp:
-        metered = inner if accounts is None else Meter(inner, accounts)
-        return Access(inner, ring, KeyCheck(metered, ring, config), BrowserCheck(inner, ring, config))
+        checked = KeyCheck(metered(inner, accounts), ring, config, in_progress)
+        return Access(inner, ring, checked, BrowserCheck(inner, ring, config))
 
     app.add_middleware(access)
+
+
+def metered(app: ASGIApp, accounts: Accounts | None) -> ASGIApp:
+    """Hold requests to the limits of their keys. Without a language model there is no store, and no `accounts`."""
+    return app if accounts is None else Meter(app, accounts)
 
 
 def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from holdfast.core.config import option
 from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days, seconds_of_ms
 from holdfast.server.default_contracts import DefaultContracts
+from holdfast.server.descriptors import installed
 from holdfast.server.formats.registry import check_names
 from holdfast.server.remote_tools.hosts import AllowedHosts
 from holdfast.server.stored_prompts import StoredPrompts
@@ -25,6 +26,11 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0 takes a free one")
     api_processes: int = option(
         1, "processes that answer requests at the port, attached to the same engines; more use more cores"
+    )
+    grpc_port: int | None = option(
+        None,
+        "port of the Open Inference Protocol over gRPC, for applications (--app); 0 takes a free one; needs "
+        "holdfast[grpc]; default: HTTP only",
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -157,6 +163,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535),
+            ("grpc_port", 0, 65535),
             ("api_processes", 1, 64),
             ("max_choices", 1, 1024),
             ("tenant_share", 0, 1),
@@ -192,6 +199,11 @@ class ServerConfig:
             AllowedHosts.read(self.mcp_allow)
             if importlib.util.find_spec("mcp") is None:
                 raise ValueError("mcp_allow needs the SDK of MCP: pip install 'holdfast[mcp]'")
+        if self.grpc_port is not None:
+            if self.grpc_port and self.grpc_port == self.port:
+                raise ValueError(f"grpc_port is {self.grpc_port}, and so is port; HTTP and gRPC need one each")
+            if importlib.util.find_spec("grpc") is None or not installed():
+                raise ValueError("grpc_port needs gRPC: pip install 'holdfast[grpc]'")
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):

@@ -7,6 +7,7 @@ import logging
 import resource
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -110,11 +111,13 @@ class Connections:
 def connection_limit(config: ServerConfig) -> int:
     """Return the maximum number of open connections.
 
-    This is the configured number, or less if the limit of open files is lower.
+    This is the configured number, or less if the limit of open files is lower. HTTP and gRPC have as many each.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
-    return min(config.max_connections, spare)
+    if files == resource.RLIM_INFINITY:
+        return config.max_connections
+    protocols = 1 if config.grpc_port is None else 2
+    return min(config.max_connections, max(1, (files - RESERVED_FILES) // protocols))
 
 
 class Connection(HttpToolsProtocol):
@@ -179,7 +182,7 @@ class Connection(HttpToolsProtocol):
             piece = data[end : end + min(max(PIECE_BYTES, self.declared), MAX_HEADER_BYTES)]
             end += len(piece)
             self.progress = False
-            super().data_received(piece)
+            self.feed(piece)
             if self.gone or self.ending or self.transport.is_closing():
                 return
             if self.progress:
@@ -204,6 +207,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self.in_head = False
+        if self.refuses_upgrade:
+            return
         super().on_headers_complete()
         if self.upgrades:
             return
@@ -220,6 +225,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.refuses_upgrade:
+            return
         self.progress = True
         if self.upgrades:
             return
@@ -231,6 +238,43 @@ class Connection(HttpToolsProtocol):
     def upgrades(self) -> bool:
         """Whether the request that is being parsed asks for a WebSocket."""
         return bool(self.parser.should_upgrade()) and self._should_upgrade()
+
+    def _should_upgrade(self) -> bool:
+        """Whether a request begins a WebSocket if it asks for one: a GET without a body (RFC 6455, 4.1).
+
+        Any other one is answered as a request, because the protocol of WebSockets would wait for its body without end.
+        """
+        if self.parser.get_method() != b"GET":
+            return False
+        given = dict(self.headers)
+        has_body = b"transfer-encoding" in given or given.get(b"content-length", b"0").strip(b"0")
+        return not has_body and super()._should_upgrade()
+
+    @property
+    def refuses_upgrade(self) -> bool:
+        """Whether the request that is being parsed asks for another protocol that it does not get, such as HTTP/2.
+
+        Its body follows nevertheless (RFC 9110, 7.8), but the parser ends the message with its headers.
+        """
+        asks = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+        return asks and not self._should_upgrade()
+
+    def feed(self, data: bytes) -> None:
+        """Parse data, as uvicorn does it. A request whose upgrade is refused is parsed again, without asking for it."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            elif self.refuses_upgrade:
+                line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+                lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.feed(b"".join([line, *lines, b"\r\n", data[upgrade.args[0] :]]))
 
     def handle_websocket_upgrade(self) -> None:
         if self.busy:

@@ -40,6 +40,7 @@ from holdfast.server.conversations.database import default_bytes, place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
+from holdfast.server.grpc_server import GrpcServer
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.jobs.tuning import Tuning
@@ -233,6 +234,7 @@ async def serve(
     versions: AdapterVersions | None = app.state.adapter_versions
     jobs: tuple[Work, ...] = app.state.jobs
     connections = Connections(config)
+    calls = calls_over_grpc(app, config)
     server = Server(
         uvicorn.Config(
             app, http=partial(Connection, shared=connections), ws=websocket_protocol(connections),  # type: ignore[arg-type]
@@ -256,6 +258,8 @@ async def serve(
         if shared is not None and versions is not None:
             shared.begin()
             await clean_versions(versions)
+        if calls is not None:
+            await calls.start()
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
@@ -270,12 +274,25 @@ async def serve(
             await shared.close()
             await versions.close()
         await end_work(admissions, jobs, engines)
+        if calls is not None:
+            await calls.close(CUT_SECONDS)
         server.should_exit = True
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
         await close_store(responses, app.state.accounts, app.state.tracing)
     return code
+
+
+def calls_over_grpc(app: Any, config: ServerConfig) -> GrpcServer | None:
+    """Return the server of calls to `app`'s applications over gRPC, which is not started; None if it is not asked for.
+
+    Raises OSError if it cannot listen.
+    """
+    if config.grpc_port is None or app.state.calls is None:
+        return None
+    calls = app.state.calls
+    return GrpcServer(calls.entry, config, unary=calls.unary, streams=calls.streams)
 
 
 def websocket_protocol(connections: Connections) -> Any:

@@ -152,6 +152,7 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         ),
         (["serve", "--app", "x", "--app-profile", ""], "app_profile is empty; it must be auto, off, or a file"),
         (["serve", "--app-profile", "off"], "--app-profile is for applications; name one with --app"),
+        (["serve", "--app", "x", "--grpc-port", "65536"], "grpc_port is 65536; it must lie between 0 and 65535"),
         (["profile", "--app", "a b"], "app is 'a b'; it must be a name, or look like module:object"),
         (["profile", "--app", "x", "--largest", "1"], "largest is 1; it must lie between 2 and 16384"),
         (["profile", "--app", "x", "--largest", "16385"], "largest is 16385; it must lie between 2 and 16384"),

@@ -130,8 +130,8 @@ def test_the_announced_examples_are_valid_without_keys() -> None:
 
 
 def test_the_announcement_of_applications_shows_their_inputs_and_outputs() -> None:
-    out = io.StringIO()
-    announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", keys=1)
+    out, server = io.StringIO(), ServerConfig(api_key=("sesame",))
+    announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", server)
     shown = out.getvalue()
     for part in (
         "serves sums", "http://127.0.0.1:8000", "numbers int64[1 to 8], pairs float32[1 to 4, 2], flags bool[2]",
@@ -142,10 +142,17 @@ def test_the_announcement_of_applications_shows_their_inputs_and_outputs() -> No
         assert part in shown
 
 
+def test_the_announcement_of_applications_shows_the_address_of_grpc() -> None:
+    pytest.importorskip("grpc")
+    out = io.StringIO()
+    announce_apps(Console(file=out, width=160), [INFO], "http://[::1]:8000", ServerConfig(host="::", grpc_port=8001))
+    assert "gRPC     [::1]:8001  (the same protocol)" in out.getvalue()
+
+
 def test_the_announcement_of_an_application_says_that_a_profile_picked_its_sizes() -> None:
     out = io.StringIO()
     measured = replace(INFO, sizes=((1, 4096),), profile_path="/cache/sums.json")
-    announce_apps(Console(file=out, width=160), [measured], "http://127.0.0.1:8000", keys=0)
+    announce_apps(Console(file=out, width=160), [measured], "http://127.0.0.1:8000", ServerConfig())
     assert "at most 4,096 sums-cell in a task (as holdfast profile measured)" in out.getvalue()
 
 

@@ -130,6 +130,7 @@ async def test_a_job_that_fails_ends_with_1_and_its_reason(tmp_path: Path, capsy
         (["data.jsonl", "--out", "/proc/adapter"], "/proc/adapter.partial cannot be made: "),
         (["data.jsonl", "--model", "/nowhere"], "/nowhere does not exist"),
         (["data.jsonl", "--epochs", "51"], "epochs is 51; it must lie between 1 and 50"),
+        (["data.jsonl", "--epochs", "0"], "epochs is 0; it must lie between 1 and 50"),
         (["data.jsonl", "--rank", "129"], "rank is 129; it must be a whole number from 1 to 128"),
         (["data.jsonl", "--target-module", "nose"], "modules are nose; choose each once from q, k, v"),
         (["data.jsonl", "--tuning"], "unknown option --tuning"),

@@ -124,6 +124,31 @@ async def test_requests_that_are_not_http_write_nothing_to_the_log(
             assert not caplog.records
 
 
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])  # Java's client asks for h2c.
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+async def test_a_request_with_a_body_is_answered_though_it_asks_for_another_protocol(
+    listening: Listening, framing: str, protocol: bytes
+) -> None:
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\n" % protocol
+    body = b"content-length: %d\r\n\r\n%b" % (len(CHAT), CHAT)
+    if framing == "chunks":
+        body = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT)
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        for _ in range(2):
+            writer.write(POST + upgrade + body)
+            assert (await read_one(reader)).startswith(head(200))
+        writer.write(POST + upgrade + body[:-9])
+        await asyncio.sleep(0.02)  # so that the body comes in two pieces, the second one with the next request
+        writer.write(body[-9:] + GET)
+        assert (await read_one(reader)).startswith(head(200))
+        assert (await read_one(reader)).startswith(head(200))
+        writer.write(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n" + upgrade + b"\r\n")
+        assert (await reader.read(4)) == b"HTTP"
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        writer.write(GET.replace(b"\r\n\r\n", b"\r\n" + upgrade + b"content-length: 1\r\n\r\nx"))
+        assert (await reader.read(4)) == b"HTTP"
+
+
 async def test_a_refused_request_that_was_read_to_its_end_keeps_its_connection(listening: Listening) -> None:
     async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
         for _ in range(2):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast.core.version import __version__
 from holdfast.engine.messages import AppInfo, Tensor, TensorField
 from holdfast.server.protocol import ApiError, RequestBody, invalid, read_object, typed
 from holdfast.server.replies import encode
@@ -24,6 +25,7 @@ VERSION = "1"
 """Name of the only version that each application has."""
 JSON_LENGTH = "inference-header-content-length"
 """Name of the header with the length of the JSON in bytes. Required if binary tensors follow the JSON."""
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 MAX_SECONDS = 86400
 """Maximum `timeout` of a request, in seconds."""
 
@@ -109,13 +111,11 @@ def read_request(body: bytes, json_length: str | None, app: AppInfo) -> Wanted:
         if not cut:
             return Wanted("", raw_input(body, app), tuple((field, True) for field in app.outputs))
     request = typed(read_json(body[:cut]), InferenceRequest)
-    by_default, timeout = request_parameters(request.parameters)
-    return Wanted(
-        request.id,
-        read_inputs(request.inputs, body[cut:], app),
-        wanted_outputs(request.outputs, by_default, app),
-        timeout,
-    )
+    by_default, timeout = request_parameters(request.parameters, False)
+    contents = BodyContents(body[cut:])
+    inputs = read_inputs(request.inputs, contents.take, app)
+    contents.check_end()
+    return Wanted(request.id, inputs, wanted_outputs(request.outputs, by_default, app), timeout)
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -135,8 +135,11 @@ def read_json(body: bytes) -> dict[str, Any]:
         return fields
 
 
-def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """Return whether outputs are binary by default, and the timeout in seconds or None. Raises ApiError."""
+def request_parameters(given: Mapping[str, Any], binary: bool) -> tuple[bool, float | None]:
+    """Return whether outputs are binary by default, and the timeout in seconds or None. Raises ApiError.
+
+    `binary` is the answer for a request that does not say.
+    """
     refuse_parameters(
         given, "parameters", ("binary_data_output", "timeout"),
         {"priority": 0, "sequence_id": 0, "sequence_start": False, "sequence_end": False},
@@ -145,7 +148,7 @@ def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
     if not isinstance(timeout, int) or isinstance(timeout, bool) or not 0 <= timeout <= MAX_SECONDS * 1_000_000:
         reason = f"parameters.timeout must be an integer of microseconds between 0 and {MAX_SECONDS * 1_000_000}"
         raise invalid(reason)
-    return flag(given, "binary_data_output", "parameters", False), timeout / 1e6 if timeout else None
+    return flag(given, "binary_data_output", "parameters", binary), timeout / 1e6 if timeout else None
 
 
 def refuse_parameters(given: Mapping[str, Any], where: str, taken: Sequence[str], neutral: Mapping[str, Any]) -> None:
@@ -183,10 +186,17 @@ def wanted_outputs(
     return tuple(found.values())
 
 
-def read_inputs(given: Sequence[InputTensor], binary: bytes, app: AppInfo) -> dict[str, Tensor]:
-    """Read the input tensors, by name. `binary` holds the bytes after the JSON. Raises ApiError."""
-    known, found, at = {field.name: field for field in app.inputs}, {}, 0
-    for tensor in given:
+Contents = Callable[[int, InputTensor, Kind, str], bytes]
+"""Returns the checked elements of an input as bytes: its position, entry, kind, and name in errors. Raises ApiError."""
+
+
+def read_inputs(given: Sequence[InputTensor], contents: Contents, app: AppInfo) -> dict[str, Tensor]:
+    """Read the input tensors, by name. `contents` is called for each in order, once its shape is checked.
+
+    Raises ApiError.
+    """
+    known, found = {field.name: field for field in app.inputs}, {}
+    for position, tensor in enumerate(given):
         where = f"input {tensor.name[:64]}"
         if tensor.name not in known:
             raise invalid(f"{where} is unknown; {app.name} has {', '.join(known)}")
@@ -197,26 +207,38 @@ def read_inputs(given: Sequence[InputTensor], binary: bytes, app: AppInfo) -> di
         if tensor.datatype != kind.datatype:
             raise invalid(f"datatype of {where} is {tensor.datatype[:32]}; it must be {kind.datatype}")
         check_shape(tensor.shape, field, where)
-        refuse_parameters(tensor.parameters, where, ("binary_data_size",), {})
-        size = tensor.parameters.get("binary_data_size")
-        if size is None:
-            data = from_json(tensor.data, tensor.shape, kind, where)
-        else:
-            if tensor.data is not None:
-                raise invalid(f"{where} has both data and binary_data_size; give one of them")
-            if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - at:
-                raise invalid(
-                    f"binary_data_size of {where} is {str(size)[:32]}; {len(binary) - at} bytes are left in the body"
-                )
-            data = from_binary(binary[at : at + size], math.prod(tensor.shape), kind, where)
-            at += size
-        found[tensor.name] = Tensor(field.dtype, tuple(tensor.shape), data)
+        found[tensor.name] = Tensor(field.dtype, tuple(tensor.shape), contents(position, tensor, kind, where))
     missing = [name for name in known if name not in found]
     if missing:
         raise invalid(f"input {missing[0]} is missing; {app.name} needs {', '.join(known)}")
-    if at < len(binary):
-        raise invalid(f"the body has {len(binary) - at} bytes after the last input")
     return found
+
+
+class BodyContents:
+    """Contents of inputs of an HTTP body: elements in the JSON, or bytes after it, which are taken in order."""
+
+    def __init__(self, binary: bytes) -> None:
+        """`binary` is what follows the JSON."""
+        self._binary, self._at = binary, 0
+
+    def take(self, position: int, tensor: InputTensor, kind: Kind, where: str) -> bytes:
+        """Return the contents of the next input; see `Contents`."""
+        refuse_parameters(tensor.parameters, where, ("binary_data_size",), {})
+        size = tensor.parameters.get("binary_data_size")
+        if size is None:
+            return from_json(tensor.data, tensor.shape, kind, where)
+        if tensor.data is not None:
+            raise invalid(f"{where} has both data and binary_data_size; give one of them")
+        left = len(self._binary) - self._at
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= left:
+            raise invalid(f"binary_data_size of {where} is {str(size)[:32]}; {left} bytes are left in the body")
+        self._at += size
+        return from_binary(self._binary[self._at - size : self._at], math.prod(tensor.shape), kind, where)
+
+    def check_end(self) -> None:
+        """Raises ApiError if bytes are left after the last input."""
+        if self._at < len(self._binary):
+            raise invalid(f"the body has {len(self._binary) - self._at} bytes after the last input")
 
 
 def raw_input(body: bytes, app: AppInfo) -> dict[str, Tensor]:
@@ -344,6 +366,11 @@ def to_json(tensor: Tensor, kind: Kind) -> list[Any]:
     if kind.code:
         return list(struct.unpack(f"<{len(tensor.data) // kind.size}{kind.code}", tensor.data))
     return [text.decode() for text in split_texts(tensor.data, "an output")]
+
+
+def server_metadata() -> dict[str, Any]:
+    """Return the server's metadata."""
+    return {"name": "holdfast", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 def metadata(app: AppInfo) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -111,6 +111,18 @@ class Applications:
             yield
         finally:
             self.held -= size
+
+    def index(self) -> list[dict[str, str]]:
+        """Return all applications, with their states, in the form of the protocol's index."""
+        states = {name: "UNAVAILABLE" if app.client.dead.is_set() else "READY" for name, app in self.apps.items()}
+        return [{"name": name, "version": VERSION, "state": state, "reason": ""} for name, state in states.items()]
+
+    async def statistics(self, app: App) -> dict[str, Any]:
+        """Return an application's statistics in the protocol's form. Raises ApiError if its engine does not answer."""
+        stats = await self.stats(app)
+        if stats is None:
+            raise engine_dead()
+        return self.metrics.statistics(app.info.name, VERSION, stats)
 
     async def scrape(self) -> None:
         """Get the state of all engines' planners, for the metrics."""

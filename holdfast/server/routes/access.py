@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import connection_limit
+from holdfast.server.inference.protobufs import HEALTH, SERVICE
 from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.limits import NO_RETRY, Charge
 from holdfast.server.keys.ring import KeyRing
@@ -23,9 +24,12 @@ from holdfast.server.routes.inference import LIVE as INFERENCE_LIVE
 from holdfast.server.routes.inference import READY as INFERENCE_READY
 from holdfast.server.routes.page import is_page
 
-OPEN_PATHS = ("/health", "/ping", ALIVE, READY, INFERENCE_LIVE, INFERENCE_READY)
+OPEN_PATHS = (
+    "/health", "/ping", ALIVE, READY, INFERENCE_LIVE, INFERENCE_READY,
+    f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{HEALTH}/Check",
+)  # fmt: skip
 """Paths that need no API key."""
-UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "/v2")
+UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata")
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""
@@ -68,7 +72,7 @@ METERED = {
 
 A batch counts as one request. Its lines are counted when they are answered. A sample is counted when it has ended.
 """
-INFERENCE = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer")
+INFERENCE = re.compile(rf"/v2/models/[^/]+(?:/versions/[^/]+)?/infer|{re.escape(SERVICE)}/ModelInfer")
 """Paths whose POST requests are limited, but not counted: applications compute no tokens."""
 BYTES_PER_TOKEN = 4
 """Number of bytes of a request's body that are estimated as one prompt token, until the tokens are counted."""
@@ -109,12 +113,13 @@ class KeyCheck:
     requests or slow readers could occupy all connections.
     """
 
-    def __init__(self, app: ASGIApp, ring: KeyRing, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, config: ServerConfig, in_progress: Counter[str]) -> None:
+        """`in_progress` is shared by all checks of a server."""
         self.app = app
         self.ring = ring
         self.most = max(1, int(connection_limit(config) * config.share))
         """Maximum number of requests in progress per key."""
-        self.in_progress: Counter[str] = Counter()
+        self.in_progress = in_progress
         """Number of requests in progress, by the name of the key. A key without one has no entry."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
-from holdfast.core.version import __version__
 from holdfast.server.inference import protocol
-from holdfast.server.inference.protocol import JSON_LENGTH, VERSION, InferenceRequest
+from holdfast.server.inference.protocol import JSON_LENGTH, InferenceRequest
 from holdfast.server.inference.service import App, Applications
 from holdfast.server.protocol import RequestBody, parse
 from holdfast.server.routes.http import (
@@ -21,10 +20,9 @@ from holdfast.server.routes.http import (
     tenant_of,
     while_connected,
 )
-from holdfast.server.service import LARGE, engine_dead, trouble
+from holdfast.server.service import LARGE, trouble
 
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 
 
 class IndexRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +38,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
     @app.get("/v2")
     async def server() -> dict[str, Any]:
         """The server's name, version and protocol extensions."""
-        return {"name": "holdfast", "version": __version__, "extensions": list(EXTENSIONS)}
+        return protocol.server_metadata()
 
     @app.get(LIVE)
     @app.head(LIVE, include_in_schema=False)
@@ -62,22 +60,12 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
         body = decompress(await read_body(request, config), request.headers.get("content-encoding", ""), config)
         if body:
             parse(body, IndexRequest)
-        states = [
-            {"name": name, "version": VERSION, "state": "UNAVAILABLE" if each.client.dead.is_set() else "READY"}
-            for name, each in applications.apps.items()
-        ]
-        return JSON([{**state, "reason": ""} for state in states])
+        return JSON(applications.index())
 
     @app.get("/v2/models/stats")
     async def statistics() -> Response:
         """Statistics of each application since the server started."""
-        return JSON({"model_stats": [await stats_of(each) for each in applications.apps.values()]})
-
-    async def stats_of(each: App) -> dict[str, Any]:
-        stats = await applications.stats(each)
-        if stats is None:
-            raise engine_dead()
-        return applications.metrics.statistics(each.info.name, VERSION, stats)
+        return JSON({"model_stats": [await applications.statistics(each) for each in applications.apps.values()]})
 
     for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
 
@@ -103,7 +91,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
         @app.get(f"{prefix}/stats", name=f"stats {prefix}")
         async def model_statistics(name: str, version: str | None = None) -> Response:
             """Statistics of an application since the server started."""
-            return JSON({"model_stats": [await stats_of(applications.find(name, version))]})
+            return JSON({"model_stats": [await applications.statistics(applications.find(name, version))]})
 
         @app.post(f"{prefix}/infer", name=f"infer {prefix}", openapi_extra=described(InferenceRequest))
         async def infer(request: Request, name: str, version: str | None = None) -> Response:

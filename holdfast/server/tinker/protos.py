@@ -1,15 +1,12 @@
-"""The public protobuf messages of Tinker's SDK, described by hand in a descriptor pool of their own.
-
-The SDK registers the same names in protobuf's default pool. A pool of our own lets both live in one process.
-"""
+"""The public protobuf messages of Tinker's SDK, whose names the SDK also registers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
+from holdfast.server.descriptors import Field, installed, message_classes
 from holdfast.server.protocol import ApiError
 
 PACKAGE = "tinker_public"
@@ -18,19 +15,6 @@ FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 """Numbers of the element types of tensors (DType)."""
 STOP, LENGTH = 0, 1
 """Numbers of the reasons why a sampled sequence ended (StopReason)."""
-
-
-class Field(NamedTuple):
-    """A field of a message."""
-
-    name: str
-    number: int
-    type: str
-    """Name of a scalar type, of an enum, or of a message. `map<string,TYPE>` for a map."""
-    repeated: bool = False
-    choice: str = ""
-    """Name of the group of fields of which at most one is set; empty for a field in no group."""
-
 
 ENUMS: Mapping[str, tuple[str, ...]] = {
     "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
@@ -115,7 +99,7 @@ MESSAGES: Mapping[str, tuple[Field, ...]] = {
 
 def require() -> None:
     """Raises ApiError 400 if the package protobuf is not installed: no retry of a request would help."""
-    if find_spec("google.protobuf") is None:
+    if not installed():
         reason = "this server lacks the package protobuf, which training over the API needs"
         raise ApiError(f"{reason}: pip install 'holdfast[tinker]'", code="tinker_not_installed")
 
@@ -124,47 +108,4 @@ def require() -> None:
 def messages() -> Mapping[str, type[Any]]:
     """Return the classes of all messages by name. Raises ApiError 400 if protobuf is not installed."""
     require()
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
-    for name, values in ENUMS.items():
-        enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values):
-            enum.value.add(name=value, number=number)
-    for name, fields in MESSAGES.items():
-        _describe(file.message_type.add(name=name), fields)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
-
-
-def _describe(message: Any, fields: tuple[Field, ...]) -> None:
-    """Add fields to the description of a message."""
-    choices: dict[str, int] = {}
-    for field in fields:
-        added = message.field.add(name=field.name, number=field.number)
-        added.label = added.LABEL_REPEATED if field.repeated else added.LABEL_OPTIONAL
-        if field.choice:
-            if field.choice not in choices:
-                choices[field.choice] = len(choices)
-                message.oneof_decl.add(name=field.choice)
-            added.oneof_index = choices[field.choice]
-            added.proto3_optional = field.choice.startswith("_")  # A group of this field alone: it may be absent.
-        if field.type.startswith("map<string,"):
-            entry = message.nested_type.add(name=f"{field.name.title().replace('_', '')}Entry")
-            entry.options.map_entry = True
-            value = field.type.removeprefix("map<string,").removesuffix(">")
-            _describe(entry, (Field("key", 1, "string"), Field("value", 2, value)))
-            added.label, added.type = added.LABEL_REPEATED, added.TYPE_MESSAGE
-            added.type_name = f".{PACKAGE}.{message.name}.{entry.name}"
-        else:
-            _set_type(added, field.type)
-
-
-def _set_type(field: Any, type: str) -> None:
-    """Set the type of a field's description."""
-    if type in MESSAGES or type in ENUMS:
-        field.type = field.TYPE_MESSAGE if type in MESSAGES else field.TYPE_ENUM
-        field.type_name = f".{PACKAGE}.{type}"
-    else:
-        field.type = getattr(field, f"TYPE_{type.upper()}")
+    return message_classes(PACKAGE, MESSAGES, ENUMS)

@@ -7,10 +7,12 @@ import json
 import os
 import random
 import signal
+import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,20 @@ ADDING = "/v2/models/adding/infer"
 
 
 @pytest.fixture(scope="module")
-def serving() -> Iterator[Serving]:
-    with started("--app", "tiny_apps:adding", "--app", "tiny_apps:slow", *OPTIONS) as process:
+def grpc_port() -> int:
+    """A free port for gRPC; 0 if it is not installed."""
+    if find_spec("grpc") is None:
+        return 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def serving(grpc_port: int) -> Iterator[Serving]:
+    more = ("--grpc-port", str(grpc_port)) if grpc_port else ()
+    with started("--app", "tiny_apps:adding", "--app", "tiny_apps:slow", *OPTIONS, *more) as process:
         yield process
 
 
@@ -91,6 +105,29 @@ def test_a_graph_that_can_never_fit_is_refused(api: httpx.Client) -> None:
     wide["inputs"][2]["data"] = ["apart"]
     refused = api.post(ADDING, json=wide)
     assert refused.status_code == 400 and "at most 63 fit" in refused.json()["error"]
+
+
+def test_tritons_client_infers_over_grpc(serving: Serving, api: httpx.Client, grpc_port: int) -> None:
+    pytest.importorskip("grpc")
+    triton = pytest.importorskip("tritonclient.grpc")
+    arrays = {
+        "numbers": ("INT64", np.array([4, 5])),
+        "scale": ("FP32", np.array([1, 0.5], np.float32)),
+        "label": ("BYTES", np.array(["ähoy"], object)),
+    }
+    inputs = []
+    for name, (datatype, array) in arrays.items():
+        inputs.append(triton.InferInput(name, list(array.shape), datatype))
+        inputs[-1].set_data_from_numpy(array)
+    before = metric(api, "compute_seconds_count", "adding")
+    with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
+        result = client.infer("adding", inputs)
+        assert result.as_numpy("totals").tolist() == [[4, 2], [9, 4.5]] and result.as_numpy("steps").tolist() == [2]
+        inputs[0].set_data_from_numpy(np.array([5, tiny_apps.BAD]))
+        with pytest.raises(triton.InferenceServerException, match="must be at least 0") as refused:
+            client.infer("adding", inputs)
+    assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert metric(api, "compute_seconds_count", "adding") == before + 1
 
 
 class TestTritonsClient:

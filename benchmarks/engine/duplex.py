@@ -5,9 +5,10 @@ usage: python -m benchmarks.engine.duplex [--seconds 1.5] [--blocks 256] [--json
 
 Blocks of a Llama-3-8B's cache (2 MB) are copied from the host to the device, from the device to the host, and both ways
 at once, on a stream each, for `--seconds`. Copies go by the engine's kernel (`copy_blocks`, scattered blocks), by the
-copy engine (one long run), and in by the first and out by the second. The paper has 18 to 20% less in each direction, so its workers, and Holdfast's
-(`lm.execution.transfer`), let a swap-out wait for the swap-ins that have begun; `waits` measures that order, one copy
-of each way after the other. `--small` runs on a CPU, where nothing overlaps and only the mechanics are exercised.
+copy engine (one long run), and in by the first and out by the second. The paper has 18 to 20% less in each direction,
+so its workers, and Holdfast's (`lm.execution.transfer`), let a swap-out wait for the swap-ins that have begun; `waits`
+measures that order, one copy of each way after the other. `--small` runs on a CPU, where nothing overlaps and only the
+mechanics are exercised.
 
 `--weigh` asks when that rule pays, by a queue of each way with the rates of an earlier FILE: copies arrive by Poisson
 processes of `--loads` GB/s each way, one swap-in a returning conversation and swap-outs of at most what a step begins.
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256, help="of a copy, 2 MB each")
     parser.add_argument("--small", action="store_true", help="two layers and 8 blocks on a CPU")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--weigh", type=Path, metavar="FILE", help="an earlier --json, whose rates to weigh the rule by")
+    parser.add_argument("--weigh", type=Path, metavar="FILE", help="JSON of an earlier run")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of --weigh, GB/s each way")
     args = parser.parse_args()
     if args.weigh is not None:

@@ -513,56 +513,74 @@ def table(book: Book) -> list[str]:
 
 
 def draw(book: Book, out: Path) -> None:
-    """Plot the bounds of each capacity, and the overhead of chunking."""
+    """Plot the bounds of each capacity, and the overhead of chunking if it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    rows = len({key.rpartition(" ")[0] for key in capacities(book)})
+    panels, height = (2, 3) if book.data["chunking"] else (1, 2)
+    size = (6.5 * panels + 1.5 * (panels == 1), 1.6 + 1.05 * max(height, rows))
+    figure, axes = pyplot.subplots(1, panels, figsize=size, width_ratios=(1.3, 1)[:panels], squeeze=False)
+    draw_capacities(axes[0, 0], book)
+    if book.data["chunking"]:
+        draw_chunking(axes[0, 1], book.data["chunking"])
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out / "capacity.png", dpi=150)
+
+
+def draw_capacities(axis: Any, book: Book) -> None:
+    """Bars from the highest rate kept to the lowest that was not, and the predictions."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    found, chunks, predicted = capacities(book), book.data["chunking"], book.data["predicted"]
+    found, predicted = capacities(book), book.data["predicted"]
     rows = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
     names = {"orca": "Orca", "prefill-first": "prefill first (vLLM of the papers)", "computed": "stall-free, computed"}
     colours = {"orca": "#7b8794", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
-    windows = " and ".join(f"{window:g}" for window in sorted(set(WINDOWS.values())))
+    probed = sorted({probe["window"] for probes in book.data["probes"].values() for probe in probes})
+    windows = " and ".join(f"{window:g}" for window in dict.fromkeys((probed[0], probed[-1])))
+    between_them = "of" if len(probed) <= 2 else "between"
     simulated_mark: dict[str, Any] = dict(marker="|", markersize=13, markeredgewidth=1.6, color="black")
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 1.6 + 1.05 * max(3, len(rows))), width_ratios=(1.3, 1))
     right = 1.25 * max(bad or good for good, bad in found.values())
     for key, (good, bad) in found.items():
         row, _, system = key.rpartition(" ")
         at, colour, told = rows.index(row) + 0.27 * (SYSTEMS.index(system) - 1), colours[system], predicted.get(key, 0)
-        axes[0].hlines(at, 0, good, color=colour, linewidth=1.2, alpha=0.5)
+        axis.hlines(at, 0, good, color=colour, linewidth=1.2, alpha=0.5)
         if bad:
-            axes[0].barh(at, bad - good, 0.17, good, color=colour)
+            axis.barh(at, bad - good, 0.17, good, color=colour)
         else:
-            axes[0].plot(good, at, marker=">", markersize=8, color=colour)
-        axes[0].text(max(bad or good, told) + 0.02 * right, at, between(good, bad), va="center", fontsize=9)
+            axis.plot(good, at, marker=">", markersize=8, color=colour)
+        axis.text(max(bad or good, told) + 0.02 * right, at, between(good, bad), va="center", fontsize=9)
         if told:
-            axes[0].plot(told, at, **simulated_mark)
-    axes[0].set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
-    axes[0].set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests a second, in windows of {windows} s")
-    axes[0].set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
+            axis.plot(told, at, **simulated_mark)
+    axis.set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
+    axis.set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests/s, in windows {between_them} {windows} s")
+    axis.set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
     handles = [Patch(color=colours[system], label=name) for system, name in names.items()]
     handles.append(Line2D([], [], linestyle="", label="simulated", **simulated_mark))
-    axes[0].legend(handles=handles, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+    below = -0.75 / (axis.figure.get_size_inches()[1] - 1.2)
+    axis.legend(handles=handles, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, below), ncols=4)
+
+
+def draw_chunking(axis: Any, chunks: Sequence[dict[str, Any]]) -> None:
+    """Bars of a prompt's time in chunks over the whole prompt's, by chunk size."""
     sizes = sorted({row["chunk"] for row in chunks if row["chunk"] < row["prompt"]})
     for index, prompt in enumerate(dict.fromkeys(row["prompt"] for row in chunks)):
         of = {row["chunk"]: row["ms"] for row in chunks if row["prompt"] == prompt}
         over = [100 * (of[size] / of[prompt] - 1) if size in of and size < prompt else 0.0 for size in sizes]
         places = [place + 0.27 * (index - 1) for place in range(len(sizes))]
-        bars = axes[1].bar(places, over, 0.25, label=f"prompt of {prompt:,}")
-        axes[1].bar_label(bars, [f"{value:.1f}%" if value else "" for value in over], padding=2, fontsize=9)
-    axes[1].set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
-    axes[1].set_xlabel("tokens of a chunk")
-    axes[1].set_ylabel("more time than the whole prompt at once, %")
-    axes[1].set_title("What chunking costs", loc="left", fontsize=11)
-    axes[1].legend(frameon=False, loc="upper right")
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[1].margins(y=0.15)
-    figure.tight_layout()
-    figure.savefig(out / "capacity.png", dpi=150)
+        bars = axis.bar(places, over, 0.25, label=f"prompt of {prompt:,}")
+        axis.bar_label(bars, [f"{value:.1f}%" if value else "" for value in over], padding=2, fontsize=9)
+    axis.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axis.set_xlabel("tokens of a chunk")
+    axis.set_ylabel("more time than the whole prompt at once, %")
+    axis.set_title("What chunking costs", loc="left", fontsize=11)
+    axis.legend(frameon=False, loc="upper right")
+    axis.margins(y=0.15)
 
 
 if __name__ == "__main__":

@@ -394,32 +394,26 @@ def why(out: Path, names: Sequence[str]) -> None:
         save(out / "baton-why-simulated", rows, lines)
 
 
-ORDERED = {
-    "target-1": (("as is",), ("run-to-completion", "prefill-apart")),
-    "target-2": (("as is", "joining"), ("run-to-completion", "shaping, literal")),
-}
-"""Causes and methods for which the orders of each table are run."""
+ORDERED = ("as is", "joining")
+"""Causes under which the orders of Table 2 are run."""
 
 
-def orders(out: Path, count: int, target: str = "target-2") -> None:
-    """A table of the paper over `count` orders of the same queries: medians, and the lowest and the highest."""
+def orders(out: Path, count: int) -> None:
+    """Table 2 over `count` orders of the same queries: medians, and the lowest and the highest."""
     rows: list[dict[str, Any]] = []
     lines = [
-        f"{target.capitalize()} as drawn, and in {count} random orders of the same queries: seconds off the paper's, "
-        "and steps.",
+        f"Target-2 as drawn, and in {count} random orders of the same queries: seconds off the paper's, and steps.",
         "",
         "| what differs | batch | method | as drawn | median | lowest to highest | steps as drawn | median | range |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    causes, methods = ORDERED[target]
-    stem = out / ("baton-orders-simulated" if target == "target-2" else f"baton-orders-{target}-simulated")
-    for cause in causes:
-        for batch in BATCHES[target]:
-            for name in methods:
-                paper = paper_seconds(target, batch, name)
+    for cause in ORDERED:
+        for batch in BATCHES["target-2"]:
+            for name in ("run-to-completion", "shaping, literal"):
+                paper = paper_seconds("target-2", batch, name)
                 assert paper is not None
                 ran = [
-                    simulated(target, name, batch, DEVICE_OF[target], CAUSES[cause], order)
+                    simulated("target-2", name, batch, DEVICE_OF["target-2"], CAUSES[cause], order)
                     for order in (None, *range(count))
                 ]
                 off = [each.seconds / paper - 1 for each in ran]
@@ -432,7 +426,7 @@ def orders(out: Path, count: int, target: str = "target-2") -> None:
                 print(lines[-1], flush=True)
                 seconds = [round(each.seconds, 2) for each in ran]
                 rows.append(dict(cause=cause, batch=batch, method=name, seconds=seconds, steps=steps))
-                save(stem, rows, lines)
+    save(out / "baton-orders-simulated", rows, lines)
 
 
 def paper_seconds(target: str, batch: int, name: str) -> float | None:
@@ -464,15 +458,14 @@ def main() -> None:
             each.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     reasons = kinds.add_parser("why", help="simulate each cause that may explain a difference, one at a time")
     reasons.add_argument("--causes", nargs="+", choices=CAUSES, default=list(CAUSES))
-    shuffled = kinds.add_parser("orders", help="simulate a table over orders of the same queries")
-    shuffled.add_argument("--target", choices=ORDERED, default="target-2")
+    shuffled = kinds.add_parser("orders", help="simulate Table 2 over orders of the same queries")
     shuffled.add_argument("--count", type=int, default=41)
     kinds.add_parser("draw", help="the figures of a run").add_argument("file", type=Path, help="its JSON")
     args = parser.parse_args()
     if args.kind == "draw":
         redraw(args.file)
     elif args.kind == "orders":
-        orders(args.out, args.count, args.target)
+        orders(args.out, args.count)
     elif args.kind == "why":
         why(args.out, args.causes)
     elif args.kind == "simulate":

@@ -406,7 +406,7 @@ def bracket(book: Book, key: str) -> tuple[float, float | None]:
 
 
 def open_between(rate: float, known: tuple[float, float | None]) -> bool:
-    """Whether a probe at this rate may tell more than the `known` bounds. A bound itself may be probed again."""
+    """Whether a probe at this rate may narrow the `known` bounds. A bound itself may be probed again."""
     good, bad = known
     return good <= rate and (bad is None or rate <= bad)
 

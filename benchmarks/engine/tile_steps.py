@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.tile_steps [--shapes llama-3-8b mistral-7b] [--rounds 6] [--json FILE] [--small]
 
-A step computes one whole prompt of so many tokens, all layers of it, back to back as in service; times are the
+A step computes one whole prompt of that length, through all layers, back to back as in service; times are the
 device's. With CUDA graphs a step is padded to the next captured size, without them it has just its tokens. Sizes rise
 in one round and fall in the next, and each visit's first steps are not counted; figures are medians. Weights are
 random. `--small` runs the built-in model on a CPU, which has no graphs, and shows only that it works.

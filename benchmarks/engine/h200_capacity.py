@@ -341,8 +341,8 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
         real.profile.save((args.out / "profile.json").absolute())
     refer(book, real.profile, args.small)
     book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device, tp=args.tp, pp=args.pp)
-    book.write()
     book.data["about"].setdefault("commands", []).append(command())
+    book.write()
     print(
         json.dumps(provenance() | dict(options=options, started_s=round(time.monotonic() - args.began, 1))), flush=True
     )

@@ -1,4 +1,4 @@
-"""Tuning beside requests: the table of losses."""
+"""Tuning next to requests: the table of losses."""
 
 from benchmarks.engine.tuning_beside import losses_table
 

@@ -334,9 +334,8 @@ def options_of(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 async def compare_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The losses of the first steps, alone and next to requests by each rule."""
-    rules = {"slices": dict(tbt_target=args.target)} | {
-        rule_name(bound): dict(deferral_bound=bound) for bound in args.bounds
-    }
+    rules = {"slices": dict(tbt_target=args.target)} if args.slices else {}
+    rules |= {rule_name(bound): dict(deferral_bound=bound) for bound in args.bounds}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         common = options_of(args, model_in(Path(scratch), tiny=args.tiny))
@@ -511,7 +510,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of losses: steps to compare")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     parser.add_argument("--driven", action="store_true", help="really: train by calls of a user's own loop")
-    parser.add_argument("--no-slices", dest="slices", action="store_false", help="really: run the bounds alone")
+    parser.add_argument("--no-slices", dest="slices", action="store_false", help="run the bounds alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.what == "draw":

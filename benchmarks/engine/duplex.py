@@ -1,31 +1,46 @@
 """Copies in both directions at once: how much each loses, and what waiting gives (Pensieve §5).
 
 usage: python -m benchmarks.engine.duplex [--seconds 1.5] [--blocks 256] [--json FILE] [--small]
+       python -m benchmarks.engine.duplex --weigh FILE [--loads 1 5 10 20 25 30 40]
 
 Blocks of a Llama-3-8B's cache (2 MB) are copied from the host to the device, from the device to the host, and both ways
-at once, on a stream each, for `--seconds`. Copies go by the engine's kernel (`copy_blocks`, scattered blocks) and by
-the copy engine (one long run). The paper has 18 to 20% less in each direction, so its workers, and Holdfast's
-(`lm.execution.transfer`), let a swap-out wait for the swap-ins that have begun; `waits` measures that order, one copy
-of each way after the other. `--small` runs on a CPU, where nothing overlaps and only the mechanics are exercised.
+at once, on a stream each, for `--seconds`. Copies go by the engine's kernel (`copy_blocks`, scattered blocks), by the
+copy engine (one long run), and in by the first and out by the second. The paper has 18 to 20% less in each direction,
+so its workers, and Holdfast's (`lm.execution.transfer`), let a swap-out wait for the swap-ins that have begun; `waits`
+measures that order, one copy of each way after the other. `--small` runs on a CPU, where nothing overlaps and only the
+mechanics are exercised.
+
+`--weigh` asks when that rule pays, by a queue of each way with the rates of an earlier FILE: copies arrive by Poisson
+processes of `--loads` GB/s each way, one swap-in a returning conversation and swap-outs of at most what a step begins.
+A swap-in begins at once in any case; a swap-out begins at once, or after the swap-ins that came before it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.lib.invocation import provenance
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.types import COPIES_AHEAD_BYTES
 
 STATED = (0.18, 0.20)
 """Share of its rate that each direction loses while the other one copies, as the paper states it."""
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+RETURNING_GB = 0.134
+"""GB that a swap-in copies: 1,024 tokens of a Llama-3-8B, about a conversation of ShareGPT's lengths."""
+LOADS = (1.0, 5.0, 10.0, 20.0, 25.0, 30.0, 40.0)
+COPIES = 20_000
+"""Number of copies each way of a queue, half of which count."""
 
 
 class Way(NamedTuple):
@@ -147,19 +162,91 @@ def void(_: torch.Tensor) -> None:
     """Nothing: a copy's result is its target."""
 
 
+class Waiting(NamedTuple):
+    """A copy that waits or runs."""
+
+    came: float
+    size: float
+    """GB."""
+    behind: int
+    """Number of swap-ins that must have ended before it begins."""
+
+
+def queued(row: Mapping[str, Any], load: float, *, waits: bool, copies: int = COPIES) -> dict[str, float]:
+    """Mean seconds from when a copy could begin to its end, by way, at `load` GB/s each way.
+
+    Copies of a way run one after the other, at the rate of `row` for one way alone or for both at once. With `waits`, a
+    swap-out begins after the swap-ins that came before it. Only the second half of the copies counts. A load that the
+    link cannot carry shows as seconds that grow with `copies`.
+    """
+    choose = random.Random(0)
+    sizes = {"in": RETURNING_GB, "out": COPIES_AHEAD_BYTES / 1e9}
+    to_come: list[tuple[float, str]] = []
+    for name, size in sizes.items():
+        at = 0.0
+        for _ in range(copies):
+            at += choose.expovariate(load / size)
+            to_come.append((at, name))
+    to_come.sort(reverse=True)
+    queues: dict[str, deque[Waiting]] = {"in": deque(), "out": deque()}
+    left, came, ended = dict(sizes), {"in": 0, "out": 0}, {"in": 0, "out": 0}
+    took: dict[str, list[float]] = {"in": [], "out": []}
+    now = 0.0
+    while to_come or queues["in"] or queues["out"]:
+        busy = [name for name, queue in queues.items() if queue and queue[0].behind <= ended["in"]]
+        rates_now = {name: row["together" if len(busy) == 2 else "alone"][name] for name in busy}
+        ends = {name: now + left[name] / rates_now[name] for name in busy}
+        first = min(ends, key=lambda name: ends[name]) if ends else None
+        if first is None or (to_come and to_come[-1][0] < ends[first]):
+            at, name = to_come.pop()
+            left |= {each: left[each] - (at - now) * rates_now[each] for each in busy}
+            came[name] += 1
+            behind = came["in"] if waits and name == "out" else 0
+            queues[name].append(Waiting(at, sizes[name], behind))
+        else:
+            at = ends[first]
+            left |= {each: left[each] - (at - now) * rates_now[each] for each in busy}
+            left[first] = sizes[first]
+            took[first].append(at - queues[first].popleft().came)
+            ended[first] += 1
+        now = at
+    return {name: fmean(seconds[len(seconds) // 2 :]) for name, seconds in took.items()}
+
+
+def weigh(rows: Mapping[str, Any], loads: Sequence[float]) -> list[str]:
+    """A table of mean milliseconds of a swap-in and a swap-out with and without the rule, by load and way to copy."""
+    lines = [
+        "| GB/s each way | copies by | swap-in, ms: rule, none | swap-out, ms: rule, none |",
+        "|---|---|---|---|",
+    ]
+    for load in loads:
+        for name, row in rows.items():
+            rule, none = (queued(row, load, waits=waits) for waits in (True, False))
+            cells = [f"{1e3 * rule[way]:,.1f}, {1e3 * none[way]:,.1f}" for way in ("in", "out")]
+            lines.append(f"| {load:g} | {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each of the four measurements, about")
     parser.add_argument("--blocks", type=int, default=256, help="of a copy, 2 MB each")
     parser.add_argument("--small", action="store_true", help="two layers and 8 blocks on a CPU")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--weigh", type=Path, metavar="FILE", help="JSON of an earlier run")
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of --weigh, GB/s each way")
     args = parser.parse_args()
+    if args.weigh is not None:
+        print("\n".join(weigh(json.loads(args.weigh.read_text())["rows"], args.loads)))
+        return
     cuda = torch.cuda.is_available() and not args.small
     device, layers = torch.device("cuda" if cuda else "cpu"), 2 if args.small else LAYERS
     blocks, seconds = (8, 0.05) if args.small else (args.blocks, args.seconds)
     kernel = by_kernel(blocks, device, layers=layers)
     rows = {"kernel": measure(kernel, seconds, cuda=cuda)}
-    rows["copy engine"] = measure(by_engine(kernel[0].bytes, device), seconds, cuda=cuda)
+    engine = by_engine(kernel[0].bytes, device)
+    rows["copy engine"] = measure(engine, seconds, cuda=cuda)
+    rows["kernel in, copy engine out"] = measure((kernel[0], engine[1]), seconds, cuda=cuda)
     for name, row in rows.items():
         told = []
         for way, alone in row["alone"].items():

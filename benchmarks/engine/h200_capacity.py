@@ -4,21 +4,27 @@ Run: python -m benchmarks.engine.h200_capacity predict --profile FILE --out DIR 
      python -m benchmarks.engine.h200_capacity measure --out DIR --budget SECONDS     # again until nothing is left
      python -m benchmarks.engine.h200_capacity predict measure --systems orca --base FILE --again \
          --profile FILE --out DIR                                                     # only Orca's rows, once more
+     python -m benchmarks.engine.h200_capacity measure --shape llama-2-70b --tp 2 --pp 2 --slos strict \
+         --orca-tokens 16384 --at openchat_sharegpt4 strict computed 4 --out DIR
      python -m benchmarks.engine.h200_capacity chunking --out DIR
      python -m benchmarks.engine.h200_capacity show --profile FILE --out DIR          # tables and DIR/capacity.png
 
 A Mistral-7B shape with random weights serves in one process on the real clock; end-of-sequence is ignored. The SLOs
 follow the rule of Sarathi-Serve's Table 3: P99 TBT within 5 (strict) and 25 times (relaxed) the decode step of 32
 sequences at a context of 4,096 on this device, and a median wait of at most 2 s for the first step. `predict` searches
-each capacity by simulation. `measure` serves 12% less and 12% more, and goes on until the capacity lies between two
-rates that are near one another. A probe is a Poisson process cut off after a window whose second half counts, with the
-same requests and arrivals for all policies. Orca and prefill-first know no SLO: their probes count under both. Each
-probe is written to DIR/capacity.json at once; a later call continues there. `show` simulates every served probe and
-prints both figures. `predict --window SECONDS --seed NUMBER` shows the part of a capacity that comes from the window
-and the arrivals.
+each capacity by simulation. `measure` serves 12% less and 12% more, one probe of each setting in turn, and goes on
+until the capacity lies between two rates that are near one another. A probe is a Poisson process cut off after a window
+whose second half counts, with the same requests and arrivals for all policies. Orca and prefill-first know no SLO:
+their probes count under both. Each probe is written to DIR/capacity.json at once; a later call continues there. `show`
+simulates every served probe and prints both figures. `predict --window SECONDS --seed NUMBER` shows the part of a
+capacity that comes from the window and the arrivals.
 
 Orca's steps hold any number of whole prompts, up to ORCA_TOKENS tokens. The widest step of each probe is recorded,
 which shows whether the bound was reached.
+
+`--tp` and `--pp` serve a larger shape on several GPUs. Such an engine starts with an estimated profile, which gives
+the SLOs. Without a profile, `predict` derives one of that layout from data sheets (`--device`); the SLOs of a derived
+profile hold until the engine has its own.
 """
 
 from __future__ import annotations
@@ -27,7 +33,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +44,10 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, percentile
 from holdfast.lab.planning import find_capacity, sustained
+from holdfast.lab.simulator.deployment import Pipeline, deploy
+from holdfast.lab.simulator.devices import look_up
 from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import DATASETS, Workload
 from holdfast.lm.config import EngineConfig
 
@@ -52,13 +62,18 @@ ORCA_TOKENS = 32_768
 activations do not fit next to the cache. By simulation sharegpt's capacities are the same with 16,384 to 65,536.
 """
 BELOW, ABOVE = 0.96, 1.075
-"""The first two rates divided by the predicted capacity. A search by simulation ends up to 5% below the capacity."""
+"""The first two rates divided by the predicted capacity. A search by simulation ends up to 5% below the capacity.
+
+A prediction for a derived device may be further off: `--first` takes wider ones.
+"""
 APART, NEAR = 1.12, 1.3
 """Factor to the next rate while all or none were kept, and factor between the bounds that ends the search."""
 WINDOWS = {"openchat_sharegpt4": 20.0, "arxiv_summarization": 35.0}
 """Seconds of a probe. A rate above the capacity shows in a queue that grows, so a shorter window accepts a higher rate.
 arxiv has 1 to 4 requests a second, so 10 s would hold too few.
 """
+FEWEST = 30
+"""Fewest requests that a probe is expected to hold. A low rate takes a longer window."""
 SEEDS = {"openchat_sharegpt4": 0, "arxiv_summarization": 8}
 """Seeds of lengths and arrivals. A short window may hold far more or fewer requests than its rate says: with seed 0,
 arxiv has 0.5 to 1.3 times the expected prompt tokens at 1 to 4.5 requests/s. Among the first ten seeds, 8 comes nearest
@@ -71,6 +86,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("predict", "measure", "chunking", "show"))
     parser.add_argument("--shape", default="mistral-7b-v0.3")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share each layer")
+    parser.add_argument("--pp", type=int, default=1, help="stages that share the layers")
+    parser.add_argument("--device", default="h200", help="device of a derived profile")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", type=Path, help="a capacity.json to start from, if DIR has none")
     parser.add_argument("--again", action="store_true", help="drop from --base what it has of --systems and --datasets")
@@ -86,6 +104,8 @@ def main() -> None:
         metavar=("DATASET", "SLO", "SYSTEM", "RATE"),
         help="make this probe in place of those that would follow",
     )
+    parser.add_argument("--first", nargs=2, type=float, default=[BELOW, ABOVE], help="first rates over the predicted")
+    parser.add_argument("--orca-tokens", type=int, default=ORCA_TOKENS, help="largest number of tokens of Orca's steps")
     parser.add_argument("--window", type=float, help="for predict: seconds of a probe")
     parser.add_argument("--seed", type=int, help="for predict: of lengths and arrivals")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
@@ -93,13 +113,17 @@ def main() -> None:
     args = parser.parse_args()
     if (args.window, args.seed) != (None, None) and args.what != ["predict"]:
         parser.error("--window and --seed are for predict alone: served probes are to compare with one another")
+    if args.tp < 1 or args.pp < 1:
+        parser.error(f"--tp is {args.tp} and --pp {args.pp}; both are at least 1")
+    if not 0 < args.first[0] < args.first[1]:
+        parser.error(f"--first is {args.first[0]:g} and {args.first[1]:g}; give the lower rate first, above 0")
     args.began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     book = Book(args.out / "capacity.json", args.base)
     if args.again:
         book.forget(args.datasets, args.systems)
     if "predict" in args.what:
-        predict(args, book, profile_of(args))
+        predict(args, book, profile_of(args) or derived(args))
     if {"measure", "chunking"} & set(args.what):
         from_here(args, book)
     if "show" in args.what:
@@ -132,27 +156,52 @@ class Book:
 
 
 def profile_of(args: argparse.Namespace) -> CostProfile | None:
-    """The profile to use, if there is one. Raises ValueError if `--profile` names none."""
+    """The measured or estimated profile to use, if there is one. Raises ValueError if `--profile` names none."""
     path = args.profile or args.out / "profile.json"
     return CostProfile.load(path) if args.profile or path.is_file() else None
 
 
-def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineConfig:
+def shape_of(args: argparse.Namespace) -> ModelShape:
+    """The shape, with positions for the longest sequence of any data set."""
+    shape = look_up("model shape", MODELS, args.shape)
+    return replace(shape, max_model_len=max(shape.max_model_len, *(each.limit for each in DATASETS.values())))
+
+
+def derived(args: argparse.Namespace) -> CostProfile | None:
+    """The profile of several devices, derived from data sheets; None for one device, whose profile is measured."""
+    if args.tp * args.pp == 1:
+        return None
+    return deploy(shape_of(args), args.device, tp=args.tp, pp=args.pp).profile
+
+
+def every_run(longest: int, tp: int, pp: int) -> dict[str, Any]:
+    """Options that the configurations of all runs share."""
+    sizes: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, tp=tp, pp=pp)
+    return sizes | dict(prefix_sharing=False, host_cache_gb=0.0)
+
+
+def engine(system: str, longest: int, cache_tokens: int, slo: float, *, orca_tokens: int = ORCA_TOKENS, tp: int = 1,
+           pp: int = 1) -> EngineConfig:  # fmt: skip
     """The configuration for a system of the paper; `computed` sets only a target. `slo` is in milliseconds."""
-    common: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
+    common = every_run(longest, tp, pp)
     if system == "orca":  # without paging, as many sequences as fit at the longest length
         most = max(1, min(MOST_SEQUENCES, cache_tokens // longest))
-        budget = min(longest * most, ORCA_TOKENS)
+        budget = min(longest * most, orca_tokens)
         return EngineConfig(**common | {"max_sequences": most}, scheduler="orca", token_budget=budget)
     if system == "prefill-first":
         return EngineConfig(**common, scheduler="prefill-first")
     return EngineConfig(**common, tbt_target=slo * MARGIN)
 
 
-def refer(book: Book, profile: CostProfile, small: bool) -> None:
-    """Set the reference step of the SLOs from the first profile used."""
-    step = 1000 * profile.cost.step([(1, 256 if small else 4096)] * 32)
-    book.data["about"].setdefault("decode_step_ms", round(step, 4))
+def refer(book: Book, profile: CostProfile, small: bool, *, of_device: bool = True) -> None:
+    """Set the reference step of the SLOs from the first profile used; one of the device replaces a derived one."""
+    about = book.data["about"]
+    if "decode_step_ms" in about and not (of_device and about.get("decode_step_derived")):
+        return
+    about["decode_step_ms"] = round(1000 * profile.cost.step([(1, 256 if small else 4096)] * 32), 4)
+    about.pop("decode_step_derived", None)
+    if not of_device:
+        about["decode_step_derived"] = True
 
 
 def slo_of(book: Book, slo: str) -> float:
@@ -165,9 +214,9 @@ def longest_of(dataset: str, small: bool) -> int:
     return DATASETS[dataset].limit // (16 if small else 1)
 
 
-def window_of(dataset: str, small: bool) -> float:
+def window_of(dataset: str, rate: float, small: bool) -> float:
     """Seconds of a probe. A probe must be longer than 8 s, or no median wait could reach 2 s in its second half."""
-    return 12.0 if small else WINDOWS[dataset]
+    return 12.0 if small else max(WINDOWS[dataset], round(FEWEST / rate, 1))
 
 
 def load(dataset: str, rate: float, window: float, small: bool, seed: int | None = None) -> Workload:
@@ -223,13 +272,13 @@ def predict(args: argparse.Namespace, book: Book, profile: CostProfile | None) -
     """Search each capacity by simulation."""
     if profile is None:
         raise SystemExit("predict takes a measured profile: give --profile")
-    refer(book, profile, args.small)
+    refer(book, profile, args.small, of_device=profile_of(args) is not None)
     into = book.data["predicted"]
     if (args.window, args.seed) != (None, None):
         other = [f"{name} {value:g}" for name in ("window", "seed") if (value := getattr(args, name)) is not None]
         into = book.data.setdefault("predicted_otherwise", {}).setdefault(", ".join(other), {})
     for key in settings(args):
-        start = 8.0 if key.startswith("open") else 3.0
+        start = (8.0 if key.startswith("open") else 3.0) if profile.tp * profile.pp == 1 else 1.0  # of larger models
         run = partial(simulated, args, book, profile, key, window=args.window, seed=args.seed)
         into[key] = round(find_capacity(run, slo_of(book, key.split()[1]), start=start), 3)
         book.write()
@@ -248,9 +297,11 @@ def simulated(
 ) -> dict[str, float]:
     """The figures of a probe by simulation, with the window and seed of served probes unless others are given."""
     dataset, slo, system = key.split()
-    window = window or window_of(dataset, args.small)
-    config = engine(system, longest_of(dataset, args.small), profile.cache_tokens, slo_of(book, slo))
-    return figures(simulate(config, profile, load(dataset, rate, window, args.small, seed)).records, window)
+    window = window or window_of(dataset, rate, args.small)
+    sizes: dict[str, Any] = dict(orca_tokens=args.orca_tokens, tp=profile.tp, pp=profile.pp)
+    config = engine(system, longest_of(dataset, args.small), profile.cache_tokens, slo_of(book, slo), **sizes)
+    workload, pipeline = load(dataset, rate, window, args.small, seed), Pipeline.measured(profile)
+    return figures(simulate(config, profile, workload, pipeline=pipeline).records, window)
 
 
 def simulate_probes(args: argparse.Namespace, book: Book, profile: CostProfile) -> None:
@@ -273,26 +324,29 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
 
     wanted = DATASETS if "chunking" in args.what else args.datasets
     longest = max(longest_of(dataset, args.small) for dataset in wanted)
-    options: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, host_cache_gb=0.0)
+    many = args.tp * args.pp > 1
+    options: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, tp=args.tp, pp=args.pp)
+    # An engine with a host tier estimates its profile. Measuring one of several devices takes minutes.
+    options |= dict(host_cache_gb=(0.1 if args.small else 1.0) if many else 0.0)
     options |= dict(scheduler="prefill-first")  # steps hold the longest prompt and all decodes
     if "measure" in args.what and "orca" in args.systems:
-        options |= dict(token_budget=ORCA_TOKENS // (16 if args.small else 1))
+        options |= dict(token_budget=max(args.orca_tokens // (16 if args.small else 1), longest))
     if args.small:
-        options |= dict(device="cpu", threads=1, cache_gb=0.5)
+        options |= dict(device="cpu", threads=args.tp * args.pp, cache_gb=0.5)
     else:
-        options |= dict(model=checkpoint_of(args.shape), load_format="random", device="cuda")
+        options |= dict(model=checkpoint_of(shape_of(args)), load_format="random", device="cuda")
     kept = profile_of(args)
-    real = RealEngine(EngineConfig(**options), profile=kept)
+    real = RealEngine(EngineConfig(**options), profile=kept, measure=not many)
     if kept is None:
         real.profile.save((args.out / "profile.json").absolute())
     refer(book, real.profile, args.small)
-    book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device)
+    book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device, tp=args.tp, pp=args.pp)
     book.data["about"].setdefault("commands", []).append(command())
+    book.write()
     print(
         json.dumps(provenance() | dict(options=options, started_s=round(time.monotonic() - args.began, 1))), flush=True
     )
-    common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
-    real.serve(EngineConfig(**common), workloads.fixed(4, 100, 8))
+    real.serve(EngineConfig(**every_run(longest, args.tp, args.pp)), workloads.fixed(4, 100, 8))
     if "measure" in args.what:
         measure(args, book, real)
     if "chunking" in args.what:
@@ -301,27 +355,30 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
 
 
 def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
-    """Make the probes of `--at`, or else probe every setting around its predicted capacity."""
+    """Make the probes of `--at` whose answer is open, or else probe every setting around its predicted capacity."""
     if args.at:
-        named = [(" ".join(setting), float(rate)) for *setting, rate in args.at]
-        all(probe(args, book, real, key, rate) for key, rate in named)
+        for *setting, named in args.at:
+            key, rate = " ".join(setting), float(named)
+            if open_between(rate, bracket(book, key)) and not probe(args, book, real, key, rate):
+                return
         return
-    for key in settings(args):
-        while len(book.data["probes"].get(key, ())) < args.probes:
-            rate = following(book.data["predicted"].get(key, 4.0), bracket(book, key))
-            if rate is None:
-                break
-            if not probe(args, book, real, key, rate):
+    for made in range(args.probes):
+        for key in settings(args):
+            if len(book.data["probes"].get(key, ())) > made:
+                continue
+            rate = following(book.data["predicted"].get(key, 4.0), bracket(book, key), args.first)
+            if rate is not None and not probe(args, book, real, key, rate):
                 return
 
 
 def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float) -> bool:
     """Serve a setting at a rate. Returns False, without a probe, if too little time is left."""
     dataset, slo, system = key.split()
-    limit, window = slo_of(book, slo), window_of(dataset, args.small)
+    limit, window = slo_of(book, slo), window_of(dataset, rate, args.small)
     if time.monotonic() - args.began + window + 3 > args.budget:
         return False
-    config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
+    sizes: dict[str, Any] = dict(orca_tokens=args.orca_tokens, tp=args.tp, pp=args.pp)
+    config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit, **sizes)
     records, steps = real.serve(config, load(dataset, rate, window, args.small), until=window)
     got: dict[str, Any] = dict(rate=rate, slo_ms=round(limit, 2), window=window) | figures(records, window)
     got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
@@ -348,12 +405,23 @@ def bracket(book: Book, key: str) -> tuple[float, float | None]:
     return good, min((rate for rate in kept if rate > good), default=None)
 
 
-def following(predicted: float, known: tuple[float, float | None]) -> float | None:
-    """The next rate to probe, to three decimals, between the `known` bounds; None if they are near enough."""
+def open_between(rate: float, known: tuple[float, float | None]) -> bool:
+    """Whether a probe at this rate may narrow the `known` bounds. A bound itself may be probed again."""
+    good, bad = known
+    return good <= rate and (bad is None or rate <= bad)
+
+
+def following(
+    predicted: float, known: tuple[float, float | None], first: Sequence[float] = (BELOW, ABOVE)
+) -> float | None:
+    """The next rate to probe, to three decimals, between the `known` bounds; None if they are near enough.
+
+    The `first` two rates are these shares of the predicted one.
+    """
     good, bad = known
     if good and bad and bad <= NEAR * good:
         return None
-    for rate in (round(predicted * share, 3) for share in (BELOW, ABOVE)):
+    for rate in (round(predicted * share, 3) for share in first):
         if good < rate and (bad is None or rate < bad):
             return rate
     if bad is None:
@@ -364,7 +432,7 @@ def following(predicted: float, known: tuple[float, float | None]) -> float | No
 def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> None:
     """Sarathi-Serve's Figure 11: time of a prefill in chunks over that of the whole prompt at once."""
     book.data["chunking"] = []
-    common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
+    common = every_run(longest, args.tp, args.pp)
     for prompt in PROMPTS:
         prompt = prompt // 16 if args.small else prompt
         sizes = [size // 16 if args.small else size for size in CHUNKS]
@@ -445,56 +513,74 @@ def table(book: Book) -> list[str]:
 
 
 def draw(book: Book, out: Path) -> None:
-    """Plot the bounds of each capacity, and the overhead of chunking."""
+    """Plot the bounds of each capacity, and the overhead of chunking if it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    rows = len({key.rpartition(" ")[0] for key in capacities(book)})
+    panels, height = (2, 3) if book.data["chunking"] else (1, 2)
+    size = (6.5 * panels + 1.5 * (panels == 1), 1.6 + 1.05 * max(height, rows))
+    figure, axes = pyplot.subplots(1, panels, figsize=size, width_ratios=(1.3, 1)[:panels], squeeze=False)
+    draw_capacities(axes[0, 0], book)
+    if book.data["chunking"]:
+        draw_chunking(axes[0, 1], book.data["chunking"])
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out / "capacity.png", dpi=150)
+
+
+def draw_capacities(axis: Any, book: Book) -> None:
+    """Bars from the highest rate kept to the lowest that was not, and the predictions."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    found, chunks, predicted = capacities(book), book.data["chunking"], book.data["predicted"]
+    found, predicted = capacities(book), book.data["predicted"]
     rows = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
     names = {"orca": "Orca", "prefill-first": "prefill first (vLLM of the papers)", "computed": "stall-free, computed"}
     colours = {"orca": "#7b8794", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
-    windows = " and ".join(f"{window:g}" for window in sorted(set(WINDOWS.values())))
+    probed = sorted({probe["window"] for probes in book.data["probes"].values() for probe in probes})
+    windows = " and ".join(f"{window:g}" for window in dict.fromkeys((probed[0], probed[-1])))
+    between_them = "of" if len(probed) <= 2 else "between"
     simulated_mark: dict[str, Any] = dict(marker="|", markersize=13, markeredgewidth=1.6, color="black")
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 1.6 + 1.05 * max(3, len(rows))), width_ratios=(1.3, 1))
     right = 1.25 * max(bad or good for good, bad in found.values())
     for key, (good, bad) in found.items():
         row, _, system = key.rpartition(" ")
         at, colour, told = rows.index(row) + 0.27 * (SYSTEMS.index(system) - 1), colours[system], predicted.get(key, 0)
-        axes[0].hlines(at, 0, good, color=colour, linewidth=1.2, alpha=0.5)
+        axis.hlines(at, 0, good, color=colour, linewidth=1.2, alpha=0.5)
         if bad:
-            axes[0].barh(at, bad - good, 0.17, good, color=colour)
+            axis.barh(at, bad - good, 0.17, good, color=colour)
         else:
-            axes[0].plot(good, at, marker=">", markersize=8, color=colour)
-        axes[0].text(max(bad or good, told) + 0.02 * right, at, between(good, bad), va="center", fontsize=9)
+            axis.plot(good, at, marker=">", markersize=8, color=colour)
+        axis.text(max(bad or good, told) + 0.02 * right, at, between(good, bad), va="center", fontsize=9)
         if told:
-            axes[0].plot(told, at, **simulated_mark)
-    axes[0].set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
-    axes[0].set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests a second, in windows of {windows} s")
-    axes[0].set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
+            axis.plot(told, at, **simulated_mark)
+    axis.set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
+    axis.set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests/s, in windows {between_them} {windows} s")
+    axis.set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
     handles = [Patch(color=colours[system], label=name) for system, name in names.items()]
     handles.append(Line2D([], [], linestyle="", label="simulated", **simulated_mark))
-    axes[0].legend(handles=handles, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+    below = -0.75 / (axis.figure.get_size_inches()[1] - 1.2)
+    axis.legend(handles=handles, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, below), ncols=4)
+
+
+def draw_chunking(axis: Any, chunks: Sequence[dict[str, Any]]) -> None:
+    """Bars of a prompt's time in chunks over the whole prompt's, by chunk size."""
     sizes = sorted({row["chunk"] for row in chunks if row["chunk"] < row["prompt"]})
     for index, prompt in enumerate(dict.fromkeys(row["prompt"] for row in chunks)):
         of = {row["chunk"]: row["ms"] for row in chunks if row["prompt"] == prompt}
         over = [100 * (of[size] / of[prompt] - 1) if size in of and size < prompt else 0.0 for size in sizes]
         places = [place + 0.27 * (index - 1) for place in range(len(sizes))]
-        bars = axes[1].bar(places, over, 0.25, label=f"prompt of {prompt:,}")
-        axes[1].bar_label(bars, [f"{value:.1f}%" if value else "" for value in over], padding=2, fontsize=9)
-    axes[1].set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
-    axes[1].set_xlabel("tokens of a chunk")
-    axes[1].set_ylabel("more time than the whole prompt at once, %")
-    axes[1].set_title("What chunking costs", loc="left", fontsize=11)
-    axes[1].legend(frameon=False, loc="upper right")
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[1].margins(y=0.15)
-    figure.tight_layout()
-    figure.savefig(out / "capacity.png", dpi=150)
+        bars = axis.bar(places, over, 0.25, label=f"prompt of {prompt:,}")
+        axis.bar_label(bars, [f"{value:.1f}%" if value else "" for value in over], padding=2, fontsize=9)
+    axis.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axis.set_xlabel("tokens of a chunk")
+    axis.set_ylabel("more time than the whole prompt at once, %")
+    axis.set_title("What chunking costs", loc="left", fontsize=11)
+    axis.legend(frameon=False, loc="upper right")
+    axis.margins(y=0.15)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine.tuning_beside simulate --trace azure_llm_2023_conv.csv # 300 virtual seconds each
     python -m benchmarks.engine.tuning_beside run --trace azure_llm_2023_conv.csv      # --tiny --seconds 10: a trial
+    python -m benchmarks.engine.tuning_beside losses --tiny --trace azure_llm_2023_conv.csv --rates 2 --seconds 10
     python -m benchmarks.engine.tuning_beside draw tuning-beside-simulated.json
 
 Requests of the trace arrive at --rates a second (its own gaps, scaled). One LoRA job of rank 16 over all linear layers
@@ -19,6 +20,9 @@ does it in an engine process on this device: `without` and `slices` in one engin
 its own; --trace-out keeps the trace of the first. With --no-slices the bounds run alone, `without` in the first one's
 engine. With --driven a user's own loop trains in place of the job: each step is a call for gradients and one for the
 update, and two steps are sent ahead.
+
+`losses` trains the first --steps steps alone and again next to the requests of each rate, once by each rule, each time
+in an engine of its own, and compares the losses bit by bit.
 """
 
 from __future__ import annotations
@@ -169,6 +173,7 @@ class Job:
         self.run = run
         self.steps: list[tuple[float, int]] = []
         """(time, tokens) of each step."""
+        self.losses: list[float] = []
         self._following = asyncio.create_task(self._follow())
 
     @staticmethod
@@ -189,6 +194,7 @@ class Job:
         async for event in self.run.events():
             if isinstance(event, JobStep):
                 self.steps.append((time.monotonic(), event.tokens))
+                self.losses.append(event.loss)
 
     def speed(self, begin: float, end: float) -> float:
         """Tokens per second of the steps in between, from the first one's end to the last one's."""
@@ -309,18 +315,77 @@ async def served(
     return found | dict(window=(began, last))
 
 
+def model_in(scratch: Path, *, tiny: bool) -> Path:
+    """A new directory with the model's config and a tokenizer, for random weights."""
+    model = scratch / SHAPE
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY if tiny else LLAMA_3_8B))
+    give_tokenizer(model)
+    return model
+
+
+def options_of(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """Engine options that all rules share."""
+    return dict(
+        model=str(model), load_format="random", tuning=True, max_sequences=args.max_sequences,
+        max_model_len=8192, max_waiting=100_000,
+    )  # fmt: skip
+
+
+async def compare_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The losses of the first steps, alone and next to requests by each rule."""
+    rules = {"slices": dict(tbt_target=args.target)} if args.slices else {}
+    rules |= {rule_name(bound): dict(deferral_bound=bound) for bound in args.bounds}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        common = options_of(args, model_in(Path(scratch), tiny=args.tiny))
+
+        async def run(rule: str, rate: float, **options: Any) -> list[float]:
+            client = await EngineClient.start(EngineConfig(**common, **options))
+            try:
+                job = await Job.start(client, Path(scratch) / f"job-{rule}-{rate}", args.micro_batch // 2, 2)
+                found: dict[str, Any] = dict(rate=rate, rule=rule)
+                if rate:
+                    load = load_of(args.trace, rate, args.seconds[rate], client.info.max_model_len)
+                    found = await served(client, load, f"{rule} {rate:g}", job, rate, rule)
+                    found["steps_beside"] = len(job.losses)
+                while len(job.losses) < args.steps:
+                    await asyncio.sleep(0.05)
+                losses = job.losses[: args.steps]
+                await job.end()
+            finally:
+                await client.close()
+            rows.append({name: value for name, value in found.items() if name != "window"} | dict(losses=losses))
+            return losses
+
+        alone = await run("alone", 0)
+        for rate in args.rates:
+            for rule, options in rules.items():
+                losses = await run(rule, rate, **options)
+                rows[-1]["equal"] = sum(map(float.__eq__, alone, losses))
+    return rows
+
+
+def losses_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table: steps done while requests ran, and steps with the loss that they have alone."""
+    lines = [
+        "| requests/s | rule | requests | steps while they ran | steps with the same loss | first, last loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        beside = (row["requests"], row["steps_beside"]) if row["rate"] else ("", "")
+        same = f"{row['equal']} of {len(row['losses'])}" if row["rate"] else ""
+        cells = [f"{row['rate']:g}", row["rule"], *beside, same, f"{row['losses'][0]!r}, {row['losses'][-1]!r}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     length, batch = args.micro_batch // 2, 2
     with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / SHAPE
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(TINY if args.tiny else LLAMA_3_8B))
-        give_tokenizer(model)
-        common: dict[str, Any] = dict(
-            model=str(model), load_format="random", tuning=True, max_sequences=args.max_sequences,
-            max_model_len=8192, max_waiting=100_000,
-        )  # fmt: skip
+        model = model_in(Path(scratch), tiny=args.tiny)
+        common = options_of(args, model)
 
         async def engine(rules: Sequence[str], **options: Any) -> None:
             client = await EngineClient.start(EngineConfig(**common, **options))
@@ -427,7 +492,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("simulate", "run", "draw"))
+    parser.add_argument("what", choices=("simulate", "run", "losses", "draw"))
     parser.add_argument("file", type=Path, nargs="?", help="of draw: the JSON of a run")
     parser.add_argument("--trace", type=Path, help="an Azure LLM inference trace")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 9.0, 13.0], help="requests a second")
@@ -442,9 +507,10 @@ def main() -> None:
     parser.add_argument("--host-us", type=float, default=0.0, help="host time of a simulated step")
     parser.add_argument("--alone", type=float, default=10.0, help="seconds of training without requests")
     parser.add_argument("--trace-out", type=Path, help="file for the trace of the engine with slices")
+    parser.add_argument("--steps", type=int, default=12, help="of losses: steps to compare")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     parser.add_argument("--driven", action="store_true", help="really: train by calls of a user's own loop")
-    parser.add_argument("--no-slices", dest="slices", action="store_false", help="really: run the bounds alone")
+    parser.add_argument("--no-slices", dest="slices", action="store_false", help="run the bounds alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.what == "draw":
@@ -455,12 +521,19 @@ def main() -> None:
     if args.trace is None:
         parser.error("--trace is needed: an Azure LLM inference trace")
     if args.bounds is None:
-        args.bounds = [0.0, 0.5, 2.0, inf] if args.what == "simulate" else []
+        args.bounds = {"simulate": [0.0, 0.5, 2.0, inf], "losses": [0.0, 0.5]}.get(args.what, [])
     given = args.seconds or [300.0 if args.what == "simulate" else 40.0]
     if len(given) not in (1, len(args.rates)):
         parser.error(f"--seconds has {len(given)} numbers for {len(args.rates)} rates: give one, or one for each")
     args.seconds = dict(zip(args.rates, given * len(args.rates) if len(given) == 1 else given, strict=True))
     about = provenance()
+    if args.what == "losses":
+        rows = uvloop.run(compare_losses(args))
+        args.out.mkdir(parents=True, exist_ok=True)
+        file = args.out / f"tuning-losses-{'tiny' if args.tiny else about['device'].replace(' ', '-')}.json"
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        print(losses_table(rows))
+        return
     rows = simulated(args) if args.what == "simulate" else uvloop.run(really(args))
     name = "simulated" if args.what == "simulate" else about["device"].replace(" ", "-")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", default=["256,128", "1024,1024"], help="of overhead: prompt,answer")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="of overhead")
     parser.add_argument(
-        "--designs", nargs="+", choices=("simple", "nopad"), default=["simple", "nopad"], help="of overhead"
+        "--designs", nargs="+", choices=("simple", "nopad"), default=["simple", "nopad"], help="of load and overhead"
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
@@ -350,8 +350,8 @@ def main() -> None:
                 from benchmarks.papers.fineinfer_runs import load
 
                 load(
-                    args.out, datasets=args.datasets, rates=args.rates, tiny=args.tiny, seconds=args.seconds,
-                    limit=args.limit,
+                    args.out, datasets=args.datasets, designs=args.designs, rates=args.rates, tiny=args.tiny,
+                    seconds=args.seconds, limit=args.limit,
                 )  # fmt: skip
             case "overhead":
                 from benchmarks.papers.fineinfer_runs import overhead

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.lib.invocation import provenance
+from benchmarks.lib.invocation import provenance, settle
 from benchmarks.lib.papers import save
 from benchmarks.lib.row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, progress, serve, warm
 from benchmarks.papers.fineinfer import LONGEST, MODEL, cache_tokens, figures_of, requests
@@ -34,7 +34,7 @@ from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import PromptTokens
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 
 COPIES = 3
 """Number of requests of a batch (§4.3)."""
@@ -54,39 +54,64 @@ def load(
     out: Path,
     *,
     datasets: Sequence[str],
+    designs: Sequence[str],
     rates: Sequence[float],
     tiny: bool,
     seconds: float,
     limit: float,
 ) -> None:
-    """Run these rates of each data set on this device: padded batches in 24 GB of it."""
+    """Run these rates of each data set on this device, by each design in what 24 GB leave for its cache."""
     about = provenance()
-    engines = RowEngines(TINY if tiny else LLAMA_3_8B)
     rows: list[dict[str, Any]] = []
-    options: dict[str, Any] = {} if tiny else {"cache_gb": cache_tokens("simple") * MODELS[MODEL].token_bytes / 1e9}
     lines = [
-        "| lengths | rate | normalized latency, ms a token | batch | requests/s | ended |",
-        "|---|---|---|---|---|---|",
+        "| design | lengths | rate | normalized latency, ms a token | batch | requests/s | ended |",
+        "|---|---|---|---|---|---|---|",
     ]
     name = "fineinfer-load-tiny" if tiny else f"fineinfer-load-{about['device'].replace(' ', '-')}"
-    with engines.engine(2 * LONGEST, scheduler="padded-batches", max_sequences=64, **options) as (loop, _, _):
-        warm(loop, 16, LONGEST // 2, engines.vocab_size, limit=limit)
-        for rate in rates:
-            for dataset in datasets:
-                count = max(4, int(rate * seconds))
-                work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
-                served = serve(loop, work, engines.vocab_size, limit=limit)
-                if not served.records:
-                    progress(f"{dataset} at {rate:g}/s: nothing ended in {served.seconds:.0f} s")
-                    continue
-                row = figures_of(served.records, served.seconds)
-                rows.append(row | {"dataset": dataset, "rate": rate, "cut": served.cut})
-                lines.append(
-                    f"| {dataset} | {rate:g}/s | {row['normalized_latency_ms']:,.0f} | {row['batch']:.1f} | "
-                    f"{row['requests_per_second']:.2f} | {len(served.records)} of {count}{', cut' * served.cut} |"
-                )
-                progress(f"{dataset} at {rate:g}/s: {served.seconds:.0f} s")
-                save(out / name, [about, *rows], lines)
+    for design in designs:
+        with within_24_gb(design, tiny=tiny, limit=limit) as (loop, vocab_size):
+            for rate in rates:
+                for dataset in datasets:
+                    count = max(4, int(rate * seconds))
+                    work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
+                    served = serve(loop, work, vocab_size, limit=limit)
+                    told = f"{design}, {dataset} at {rate:g}/s"
+                    if not served.records:
+                        progress(f"{told}: nothing ended in {served.seconds:.0f} s")
+                        continue
+                    row = figures_of(served.records, served.seconds)
+                    rows.append(row | {"design": design, "dataset": dataset, "rate": rate, "cut": served.cut})
+                    lines.append(
+                        f"| {design} | {dataset} | {rate:g}/s | {row['normalized_latency_ms']:,.0f} | "
+                        f"{row['batch']:.1f} | {row['requests_per_second']:.2f} | "
+                        f"{len(served.records)} of {count}{', cut' * served.cut} |"
+                    )
+                    progress(f"{told}: {served.seconds:.0f} s")
+                    save(out / name, [about, *rows], lines)
+
+
+@contextmanager
+def within_24_gb(design: str, *, tiny: bool, limit: float) -> Iterator[tuple[LanguageLoop, int]]:
+    """A warm engine of a design, with the cache that it would have on the paper's card, and its vocabulary's size."""
+    options: dict[str, Any] = {} if tiny else {"cache_gb": cache_tokens(design) * MODELS[MODEL].token_bytes / 1e9}
+    if design == "simple":
+        engines = RowEngines(TINY if tiny else LLAMA_3_8B)
+        sizes = dict(scheduler="padded-batches", max_sequences=64)
+        with engines.engine(2 * LONGEST, **sizes, **options) as (loop, _, _):
+            warm(loop, 16, LONGEST // 2, engines.vocab_size, limit=limit)
+            yield loop, engines.vocab_size
+        return
+    with checkpoint(tiny) as directory:
+        sizes = dict(max_model_len=2 * LONGEST, max_sequences=64, prefix_sharing=False, host_cache_gb=0)
+        sizes |= {"device": "cpu", "cache_gb": 0.1} if tiny else {"load_format": "random"}
+        loop, info = build(EngineConfig(model=str(directory), **(sizes | options), **DESIGNS[design]))
+        try:
+            settle(loop)
+            vocab_size = min(TOKENS, info.vocab_size)
+            serve(loop, workloads.fixed(16, LONGEST // 2, 16), vocab_size, limit=limit)
+            yield loop, vocab_size
+        finally:
+            loop.close()
 
 
 class Timed:

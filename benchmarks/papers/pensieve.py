@@ -419,7 +419,7 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
     panels = list(dict.fromkeys(keys))
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    size = (3.8 * columns, 3.3 * lines)
+    size = (3.8 * columns + 1.6 * (len(panels) == 1), 3.3 * lines)  # one panel has its legend next to it
     drawing, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     for place, axis in enumerate(axes.flat):
         axis.set_visible(place < len(panels))
@@ -435,7 +435,8 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
         name = "3.15 of the thesis" if figure == 315 else figure
         axis.set_title(f"Figure {name}: {model},\n{dataset}", fontsize=9)
         axis.set_xlabel("requests/s")
-        axis.legend(frameon=False, fontsize=7)
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(panels) == 1 else {}
+        axis.legend(frameon=False, fontsize=7, **beside)
         axis.spines[["top", "right"]].set_visible(False)
     for line in axes:
         line[0].set_ylabel("normalized latency, ms a token")

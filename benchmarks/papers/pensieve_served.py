@@ -2,6 +2,7 @@
 
 usage: python -m benchmarks.papers.pensieve_served [--rates 6 8 10 12 14] [--modes device tiers] [--phase 14]
                                                    [--json FILE] [--small]
+       python -m benchmarks.papers.pensieve_served --draw FILE ... --png PICTURE
 
 For each mode `holdfast serve` runs a Llama-3-8B shape with random weights. Conversations with ShareGPT's lengths
 (§6.1, Table 2) arrive by a Poisson process whose rate, in new conversations per second, rises by phases of `--phase`
@@ -9,7 +10,7 @@ seconds without a pause between them. A client sends a turn once it has the prev
 `--think` seconds on average, with all earlier tokens (`return_token_ids`). The last part of a phase counts (`COUNTED`):
 the requests that end in it per second, and their time from sending to the answer divided by the tokens of the answer.
 An answer comes whole: the paper's metric needs no first token, and clients would be late for 15,000 chunks a second.
-`--small` runs a small model on a CPU with shorter turns.
+`--small` runs a small model on a CPU with shorter turns. `--draw` plots the results of earlier runs in one picture.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -32,6 +34,7 @@ from benchmarks.engine.multiturn import MODES, draw, shortened, workload
 from benchmarks.engine.served_pace import CLIENTS, SPAWN, checkpoint, served
 from benchmarks.lib.invocation import provenance
 from holdfast.lab.metrics import percentile
+from holdfast.lab.reports.plots import Line, Panel, panels, png
 from holdfast.lab.simulator.shapes import ModelShape
 
 COUNTED = 0.7
@@ -172,6 +175,28 @@ def measure(args: argparse.Namespace, mode: str, model: str) -> list[dict[str, A
     return rows
 
 
+NAMES = {"device": "the device's cache alone", "tiers": "device and host", "stateless": "no cache"}
+"""Modes in words."""
+
+
+def draw_served(rows: Sequence[dict[str, Any]], picture: Path) -> None:
+    """Mean and p90 of the normalized latency over the requests per second, a curve for each mode."""
+
+    def lines(name: str) -> list[Line]:
+        found = []
+        for mode in dict.fromkeys(row["mode"] for row in rows):
+            points = sorted((row["rate"], row["req_s"], row[name]) for row in rows if row["mode"] == mode)
+            _, x, y = zip(*points, strict=True)
+            found.append(Line(NAMES[mode], x, y, accent=mode == "tiers"))
+        return found
+
+    shown = [
+        Panel("Mean normalized latency", "ms a token, by requests a second", lines("norm_latency_ms_mean")),
+        Panel("P90", "ms a token, by requests a second", lines("norm_latency_ms_p90")),
+    ]
+    png(partial(panels, shown, 2), picture)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[6.0, 8.0, 10.0, 12.0, 14.0])
@@ -184,7 +209,14 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--small", action="store_true", help="a small model and turns an eighth as long, for a CPU")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="JSON of earlier runs to plot")
+    parser.add_argument("--png", type=Path, help="picture of --draw")
     args = parser.parse_args()
+    if args.draw:
+        if args.png is None:
+            parser.error("--draw takes --png, the picture to write")
+        draw_served([row for file in args.draw for row in json.loads(file.read_text())["results"]], args.png)
+        return
     model = checkpoint(SMALL if args.small else args.shape)
     if args.small:
         args.device_gb, args.host_gb = 0.002, 0.02

@@ -4,8 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.h200_capacity import Book, between, bracket, figures, following, gain, load, table
+from benchmarks.engine.h200_capacity import (
+    Book,
+    between,
+    bracket,
+    engine,
+    figures,
+    following,
+    gain,
+    load,
+    open_between,
+    refer,
+    table,
+    window_of,
+)
 from holdfast.lab.metrics import Record
+from holdfast.lab.simulator.deployment import deploy
 
 STEP_MS = 8.0
 """The reference step: SLOs of 40 and 200 ms."""
@@ -97,6 +111,41 @@ def test_following_starts_at_the_prediction_and_stops_when_the_bracket_is_narrow
     known: tuple[float, float | None], expected: float | None
 ) -> None:
     assert following(4.0, known) == (None if expected is None else pytest.approx(expected, abs=0.0005))
+
+
+def test_the_first_two_rates_are_the_given_shares_of_the_prediction() -> None:
+    assert following(4.0, (0.0, None), (0.8, 1.25)) == 3.2
+    assert following(4.0, (3.2, None), (0.8, 1.25)) == 5.0
+
+
+@pytest.mark.parametrize(("rate", "is_open"), [(0.5, False), (0.8, True), (1.0, True), (1.2, True), (1.3, False)])
+def test_a_rate_beyond_a_known_bound_is_not_probed(rate: float, is_open: bool) -> None:
+    assert open_between(rate, (0.8, 1.2)) == is_open
+    assert open_between(rate, (0.0, None))
+
+
+def test_a_low_rate_takes_a_longer_window() -> None:
+    windows = [window_of("openchat_sharegpt4", rate, small=False) for rate in (0.6, 1.5, 9.0)]
+    assert windows == [50.0, 20.0, 20.0]
+
+
+def test_slos_of_a_derived_profile_give_way_to_those_of_the_device(book: Book) -> None:
+    small, large = (deploy(name, "h200").profile for name in ("llama-3-8b", "llama-2-13b"))
+    step = {name: 1e3 * profile.cost.step([(1, 4096)] * 32) for name, profile in (("8b", small), ("13b", large))}
+    del book.data["about"]["decode_step_ms"]
+    refer(book, small, False, of_device=False)
+    refer(book, large, False, of_device=False)
+    assert book.data["about"]["decode_step_ms"] == pytest.approx(step["8b"], abs=1e-3)
+    for profile in (large, small):  # the first one of the device stays
+        refer(book, profile, False)
+        assert book.data["about"]["decode_step_ms"] == pytest.approx(step["13b"], abs=1e-3)
+
+
+@pytest.mark.parametrize("system", ["orca", "prefill-first", "computed"])
+def test_every_system_is_served_in_the_layout_of_the_engine(system: str) -> None:
+    config = engine(system, 8192, 1_000_000, 120.0, orca_tokens=16_384, tp=2, pp=2)
+    assert (config.layout.tp, config.layout.pp) == (2, 2)
+    assert config.token_budget == 16_384 or system != "orca"
 
 
 @pytest.mark.parametrize("predicted", [3.891, 1.436, 12.338, 2.215])

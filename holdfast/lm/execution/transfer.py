@@ -40,7 +40,8 @@ class Transfers:
       plan that awaits a swap-in waits for it: for an earlier plan's all at once, for its own layer by layer.
     - A swap-out runs after the computation begun so far, which writes what it copies. Nothing writes to its blocks
       before `completed` reports it. It also waits for every swap-in begun so far: these may read the host block that
-      it writes to, and copying both ways at once would slow down the urgent direction (Pensieve §5).
+      it writes to, and copying both ways at once would slow down the urgent direction (Pensieve §5; by 38% on an H200,
+      docs/notes/2026-11-21-swap-copies.md).
     """
 
     def __init__(

@@ -30,17 +30,12 @@ HALVES = 2 * TILE
 """The two halves of a packed gate_up are whole tiles if its outputs are a multiple of this."""
 
 
-def check_same_bits(spec: DecoderSpec, *, device: torch.device, ranks: int = 1, stages: int = 1) -> None:
+def check_same_bits(spec: DecoderSpec, *, device: torch.device, ranks: int = 1) -> None:
     """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes.
 
-    With `ranks` above 1, its bits must be the same for any number of devices that divides them. `stages` share it.
+    With `ranks` above 1, its bits must be the same for any number of devices that divides them. Stages change none: a
+    layer is computed on one device as it is where all layers are.
     """
-    if device.type == "cuda" and (ranks > 1 or stages > 1):
-        given = f"it is for {ranks} ranks" if ranks > 1 else f"pp is {stages}"
-        raise UnsupportedCheckpoint(
-            f"deterministic is on, and {given}: several GPUs have not been shown to give the same bits; use one, or "
-            "leave it out"
-        )
     if reason := _reason(spec, device):
         raise UnsupportedCheckpoint(f"deterministic is on, and {reason}; leave it out")
     if ranks > 1 and (reason := _reason_of_ranks(spec, device, ranks)):

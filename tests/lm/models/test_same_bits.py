@@ -59,10 +59,11 @@ def test_a_model_whose_bits_depend_on_the_batch_on_a_gpu_is_refused_by_name() ->
         check_same_bits(spec, device=CPU)
 
 
-def test_several_gpus_are_refused_by_name() -> None:
-    refused(spec_of(), "deterministic is on, and it is for 2 ranks: several GPUs have not been shown", ranks=2)
-    refused(spec_of(), "deterministic is on, and pp is 2: several GPUs have not been shown", stages=2)
-    check_same_bits(spec_of(), device=CPU, stages=2)
+def test_ranks_on_gpus_take_a_plain_decoder_whose_sums_they_can_share() -> None:
+    check_same_bits(spec_of(), device=CUDA, ranks=2)
+    refused(spec_of(), "deterministic_ranks is 8, and LlamaForCausalLM has 4 query heads, which have no 8", ranks=8)
+    mixture = spec_of("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    refused(mixture, "deterministic_ranks is 2, and Qwen3MoeForCausalLM is not among the models whose sums", ranks=2)
 
 
 @pytest.mark.parametrize(

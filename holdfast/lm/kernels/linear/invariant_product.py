@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.packed_tile import packed_constants, packed_tile
 from holdfast.lm.kernels.packed import PackedWeight
 
@@ -27,6 +28,16 @@ ADDED_AT_A_TIME = 1024
 
 Multiplied = torch.Tensor | PackedWeight
 """A weight [N, K] that `product` reads."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes at a time, and how it is compiled. It does not change the bits."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True)
@@ -73,21 +84,24 @@ def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
-    cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. With a FORM, the
-    weight is a `PackedWeight`, whose numbers are rounded to the type of x, and whose units multiply each part.
+    cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
+    all rows, and reads no more. With a FORM, the weight is a `PackedWeight`, whose numbers are rounded to the type of
+    x, and whose units multiply each part.
     """
+    launch_dependents(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     row = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
     step = tl.arange(0, BLOCK_K)
-    # Tiles at the edge read a row or an output again in place of one that is not there, and do not write it.
+    # Tiles at the edge read a row or an output again in place of one that is not there, and do not write it. If there
+    # is one tile of rows, it reads weights for few of them, and reading rows again would take as long.
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
     read = tl.minimum(output, outputs - 1)
     weight_at = weight + read.to(tl.int64)[None, :] * weight_stride_n
@@ -95,12 +109,16 @@ def product_kernel(
     if APART:
         first_part = tl.program_id(1)
         stop_part = first_part + 1
+    there = (row < rows)[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    wait_for_previous(DEPENDENT)
     for part in range(first_part, stop_part):
         added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for number in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(inputs, BLOCK_K))):
             at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
-            if EVEN:
+            if FEW:
+                own = tl.load(x_at + at[None, :], mask=there & (at < inputs)[None, :], other=0.0)
+            elif EVEN:
                 own = tl.load(x_at + at[None, :])
             else:
                 own = tl.load(x_at + at[None, :], mask=(at < inputs)[None, :], other=0.0)
@@ -128,8 +146,10 @@ def product_kernel(
 
 
 @triton.jit(do_not_specialize=["parts", "count"])
-def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.constexpr):
+def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """out = the sums of partials [parts, count] and a bias [outputs] for each row. Program (some numbers)."""
+    launch_dependents(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < count
     total = tl.zeros([BLOCK], tl.float32)
@@ -165,8 +185,9 @@ def product(
     partials = partial_products(x, weight, processors=processors, order=order)
     blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
     add_parts_kernel[(blocks,)](
-        partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4
-    )
+        partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4,
+        **dependent_launch_options(out.device),
+    )  # fmt: skip
     return out
 
 
@@ -212,7 +233,9 @@ def _launch(
     order: SumOrder,
     *,
     apart: bool,
+    tile: Tile | None = None,
 ) -> None:
+    """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N]."""
     (outputs, inputs), rows = weight.shape, len(x)
     packed = isinstance(weight, PackedWeight)
     stored: tuple[torch.Tensor | None, ...]
@@ -224,7 +247,9 @@ def _launch(
         form = dict(FORM=0, GROUP=1, SCALE_ROWS=1)
     if x.stride(1) != 1:
         x = x.contiguous()
-    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
+    stages = 4 if x.element_size() == 2 else 1
+    tile = tile or Tile(BLOCK_M, BLOCK_N, 8 if packed else 4, stages)
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     product_kernel[(tiles, order.parts if apart else 1)](
         x,
         *stored,
@@ -240,11 +265,13 @@ def _launch(
         **form,
         APART=apart,
         EVEN=inputs % order.step == 0,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        FEW=rows <= tile.rows,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
         BLOCK_K=order.step,
-        num_warps=8 if packed else 4,
-        num_stages=4 if x.element_size() == 2 else 1,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **dependent_launch_options(x.device),
         # Else a part times its units might be added to the others without being rounded, where one program adds them.
         enable_fp_fusion=stored[3] is None,
     )

@@ -78,6 +78,19 @@ def test_a_layer_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_first_norm_of_a_stage_is_that_at_the_end_of_the_layer_before(
+    dtype: torch.dtype, ranks: int, device: str
+) -> None:
+    """A stage receives the stream alone. On one device, the norm is computed as the layer before adds to the stream."""
+    half = Half(device, dtype, biased=False, activation="silu", out_norm=False, inner=256)
+    ops = InvariantLayerOps(half.shape, ranks=ranks)
+    for rows in (slice(0, 1), slice(TOKENS)):
+        stream, normed = half.compute(ops, rows)
+        assert torch.equal(ops.norm(stream, half.norms[1]), normed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("activation", "out_norm"), [("silu", False), ("gelu_pytorch_tanh", True)])
 def test_a_layer_cut_for_ranks_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
     dtype: torch.dtype, activation: str, out_norm: bool, device: str

@@ -45,7 +45,9 @@ from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 from holdfast.lm.types import LanguageLoop
 
-ALONE: dict[str, Any] = {"max_sequences": 1, "prefix_sharing": False, "host_cache_gb": 0.0, "speculation": "off"}
+ALONE: dict[str, Any] = {
+    "max_sequences": 1, "prefix_sharing": False, "host_cache_gb": 0.0, "speculation": "off", "cache_gb": 1.0,
+}  # fmt: skip
 CACHE_GB = {"cuda": 8.0, "cpu": 0.5}
 """Cache of each other engine, in GB. A cache that fills the device would leave others nothing, and takes long to make.
 """
@@ -252,7 +254,7 @@ def compare(args: argparse.Namespace) -> None:
     report["precision"] = info.precision
     print(f"{args.shape or args.model}, {info.precision}: {len(alone)} requests computed alone", end=", ")
     print(f"{time.perf_counter() - began:.0f} s", flush=True)
-    kinds = crowds(args, 1e9 / info.num_blocks)
+    kinds = crowds(args, 1e9 * ALONE["cache_gb"] / info.num_blocks)
     counts, report["crowds"], wrong = shares(args.requests, kinds), [], 0
     for name, count in [*counts.items(), ("not deterministic", min(counts.values()))]:
         crowd = {}

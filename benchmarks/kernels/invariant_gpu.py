@@ -64,7 +64,7 @@ def order_for(outputs: int, inputs: int, parts: int) -> SumOrder:
 def by_tile(x: torch.Tensor, weight: torch.Tensor, order: SumOrder, tile: Tile, apart: bool) -> torch.Tensor:
     dtype = torch.float32 if order.parts > 1 else x.dtype
     out = x.new_empty(order.parts if apart else 1, len(x), len(weight), dtype=dtype)
-    module._launch(x, weight, None, out, order, apart=apart, tile=tile)
+    module._launch(x, weight, None, out, order, apart=apart, processors=1, tile=tile)
     return out
 
 
@@ -73,7 +73,7 @@ def by_skinny(x: torch.Tensor, weight: torch.Tensor, order: SumOrder, launch: Sk
     out = x.new_empty(order.parts, rows, outputs, dtype=torch.float32 if order.parts > 1 else x.dtype)
     skinny_gemm_kernel[(triton.cdiv(outputs, launch.block_n), order.parts)](
         x, None, weight, None, None, out, rows, outputs, inputs, order.size, x.stride(0), weight.stride(0),
-        out.stride(0), out.stride(1), 0.0, GATED=False, ADDED=False, SCALE_ROWS=1, GROUP=0,
+        out.stride(0), out.stride(1), 0.0, GATED=False, ADDED=False, ROUNDED=True, SCALE_ROWS=1, GROUP=0,
         BLOCK_M=max(16, triton.next_power_of_2(rows)), **launch.options(inputs), **dependent_launch_options(x.device),
     )  # fmt: skip
     return out

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -13,6 +13,18 @@ import triton.language as tl
 
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.packed_tile import packed_constants, packed_tile
+from holdfast.lm.kernels.linear.skinny_gemm import (
+    FEW,
+    FEW_TOKENS,
+    FEW_TOKENS_DEEP,
+    LEAST_ROW_BYTES,
+    MANY_OUTPUTS,
+    MAX_ROWS,
+    MORE_TOKENS,
+    MORE_TOKENS_CUT,
+    SkinnyLaunch,
+    skinny_gemm,
+)
 from holdfast.lm.kernels.packed import PackedWeight
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -24,6 +36,14 @@ MOST_PARTS, LEAST_STEPS = 8, 4
 """Largest number of parts of a sum, and fewest steps of a part."""
 LEAST_STEP = 16
 """Fewest inputs of a tensor core's tile."""
+PLAIN_UNIT, PLAIN_PART, LEAST_PLAIN_PART = 128, 4096, 512
+"""For plain weights of 16 bits, inputs of which a part has a multiple, and the most and fewest of a part."""
+PLAIN_OUTPUTS, PLAIN_PROGRAMS = 64, 128
+"""Outputs of a program with few tokens, and the number of programs that fill a device: they decide how sums are cut."""
+LARGE_SHARE = 1.5
+"""Number of programs for each processor from which tiles of twice as many outputs are faster."""
+FEW_ROWS = MAX_ROWS
+"""Largest number of tokens for which `skinny_gemm` reads plain weights. It gives the bits of `product_kernel`."""
 ADDED_AT_A_TIME = 1024
 
 Multiplied = torch.Tensor | PackedWeight
@@ -51,9 +71,24 @@ class SumOrder:
     parts: int
 
 
-def order_of(shape: torch.Size, dtype: torch.dtype) -> SumOrder:
-    """The order for a weight of shape [N, K], read by activations of this type. It depends on nothing else."""
-    outputs, inputs = shape
+def order_of(weight: Multiplied, dtype: torch.dtype, *, added: bool = False) -> SumOrder:
+    """The order for a weight [N, K], read by activations of this type. It depends on nothing else.
+
+    `added`: who reads the parts of a sum adds them up at no extra cost, so plain weights are cut as for few tokens.
+    """
+    outputs, inputs = weight.shape
+    if not is_plain(weight, dtype):
+        return _order_of_packed(outputs, inputs, dtype)
+    parts = 1
+    if added:
+        wanted = max(round(PLAIN_PROGRAMS / triton.cdiv(outputs, PLAIN_OUTPUTS)), triton.cdiv(inputs, PLAIN_PART))
+        parts = max(1, min(MOST_PARTS, wanted, inputs // LEAST_PLAIN_PART))
+    size = triton.cdiv(triton.cdiv(inputs, PLAIN_UNIT), parts) * PLAIN_UNIT
+    return SumOrder(64, size, triton.cdiv(inputs, size))
+
+
+def _order_of_packed(outputs: int, inputs: int, dtype: torch.dtype) -> SumOrder:
+    """`order_of` a weight that is packed, or read by float32."""
     step = 64 if dtype.itemsize == 2 else 32
     steps, tiles = triton.cdiv(inputs, step), triton.cdiv(outputs, BLOCK_N)
     parts = max(1, min(MOST_PARTS, PROGRAMS // tiles, steps // LEAST_STEPS))
@@ -61,7 +96,12 @@ def order_of(shape: torch.Size, dtype: torch.dtype) -> SumOrder:
     return SumOrder(step, size, triton.cdiv(inputs, size))
 
 
-def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> SumOrder:
+def is_plain(weight: Multiplied, dtype: torch.dtype) -> bool:
+    """Whether a weight and its input are plain numbers of 16 bits, of which tensor cores add all tiles alike."""
+    return isinstance(weight, torch.Tensor) and dtype.itemsize == 2
+
+
+def order_on_ranks(weight: Multiplied, dtype: torch.dtype, slices: int = 0) -> SumOrder:
     """The order for a device's part [N, K] of a weight, which is the same for any number of devices.
 
     `slices` is the number of slices in the part, of those into which the inputs of the whole weight are cut. 0: the
@@ -69,9 +109,9 @@ def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> Su
 
     Raises ValueError for slices that tensor cores cannot take.
     """
-    inputs = shape[1]
+    inputs = weight.shape[1]
     if not slices:
-        return order_of(torch.Size((1, inputs)), dtype)
+        return order_of(weight, dtype) if is_plain(weight, dtype) else _order_of_packed(1, inputs, dtype)
     size = inputs // slices
     step = gcd(size, 64 if dtype.itemsize == 2 else 32)
     if size * slices != inputs or step < LEAST_STEP:
@@ -79,19 +119,52 @@ def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> Su
     return SumOrder(step, size, slices)
 
 
+@triton.jit
+def part_of_tile(
+    x_at, there, weight, weight_at, weight_stride_k, scale, extra, unit, read, inputs, begin, end,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_M, BLOCK_N] of one part of a tile of `product_kernel`: its steps from `begin` to `end`."""
+    step = tl.arange(0, BLOCK_K)
+    added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for number in range(begin, end):
+        at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
+        if FEW:
+            own = tl.load(x_at + at[None, :], mask=there & (at < inputs)[None, :], other=0.0)
+        elif EVEN:
+            own = tl.load(x_at + at[None, :])
+        else:
+            own = tl.load(x_at + at[None, :], mask=(at < inputs)[None, :], other=0.0)
+        if FORM > 0:
+            tile_of_weight = packed_tile(
+                weight, scale, extra, read, number * BLOCK_K, inputs,
+                FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN,
+            )  # fmt: skip
+            numbers = tl.trans(tile_of_weight.to(own.dtype))
+        elif EVEN:
+            numbers = tl.load(weight_at + at[:, None] * weight_stride_k)
+        else:
+            numbers = tl.load(weight_at + at[:, None] * weight_stride_k, mask=(at < inputs)[:, None], other=0.0)
+        added = tl.dot(own, numbers, added, input_precision="ieee")
+    if unit is not None:
+        added *= tl.load(unit + read)[None, :]
+    return added
+
+
 @triton.jit(do_not_specialize=["rows", "steps", "parts"])
 def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
     cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
-    all rows, and reads no more. With a FORM, the weight is a `PackedWeight`, whose numbers are rounded to the type of
+    all rows, and reads no more. ONE: there is one part. With a FORM, the weight is a `PackedWeight`, whose numbers are rounded to the type of
     x, and whose units multiply each part.
     """
     launch_dependents(DEPENDENT)
@@ -99,7 +172,6 @@ def product_kernel(
     tile = tl.program_id(0)
     row = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    step = tl.arange(0, BLOCK_K)
     # Tiles at the edge read a row or an output again in place of one that is not there, and do not write it. If there
     # is one tile of rows, it reads weights for few of them, and reading rows again would take as long.
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
@@ -110,32 +182,22 @@ def product_kernel(
         first_part = tl.program_id(1)
         stop_part = first_part + 1
     there = (row < rows)[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     wait_for_previous(DEPENDENT)
-    for part in range(first_part, stop_part):
-        added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for number in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(inputs, BLOCK_K))):
-            at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
-            if FEW:
-                own = tl.load(x_at + at[None, :], mask=there & (at < inputs)[None, :], other=0.0)
-            elif EVEN:
-                own = tl.load(x_at + at[None, :])
-            else:
-                own = tl.load(x_at + at[None, :], mask=(at < inputs)[None, :], other=0.0)
-            if FORM > 0:
-                tile_of_weight = packed_tile(
-                    weight, scale, extra, read, number * BLOCK_K, inputs,
-                    FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN,
-                )  # fmt: skip
-                numbers = tl.trans(tile_of_weight.to(own.dtype))
-            elif EVEN:
-                numbers = tl.load(weight_at + at[:, None] * weight_stride_k)
-            else:
-                numbers = tl.load(weight_at + at[:, None] * weight_stride_k, mask=(at < inputs)[:, None], other=0.0)
-            added = tl.dot(own, numbers, added, input_precision="ieee")
-        if unit is not None:
-            added *= tl.load(unit + read)[None, :]
-        total += added
+    all_steps = tl.cdiv(inputs, BLOCK_K)
+    if ONE:  # a second sum would take as many registers
+        total = part_of_tile(
+            x_at, there, weight, weight_at, weight_stride_k, scale, extra, unit, read, inputs,
+            first_part * steps, tl.minimum((first_part + 1) * steps, all_steps),
+            FORM, GROUP, SCALE_ROWS, EVEN, FEW, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for part in range(first_part, stop_part):
+            total += part_of_tile(
+                x_at, there, weight, weight_at, weight_stride_k, scale, extra, unit, read, inputs,
+                part * steps, tl.minimum((part + 1) * steps, all_steps),
+                FORM, GROUP, SCALE_ROWS, EVEN, FEW, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     held = (row < rows)[:, None] & (output < outputs)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]
     if APART:
@@ -175,12 +237,12 @@ def product(
     A row's bits do not depend on the others, nor on `processors`, the number of them that the launch is to fill.
     `order` is by default that of `order_of`.
     """
-    order = order or order_of(weight.shape, x.dtype)
+    order = order or order_of(weight, x.dtype)
     out = x.new_empty(len(x), weight.shape[0])
     if not out.numel():
         return out
     if not cuts(x, weight, processors, order):
-        _launch(x, weight, bias, out, order, apart=False)
+        _launch(x, weight, bias, out, order, apart=False, processors=processors)
         return out
     partials = partial_products(x, weight, processors=processors, order=order)
     blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
@@ -191,38 +253,86 @@ def product(
     return out
 
 
+def gated_product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """silu(gate) * up of x [T, K] times weight [2 N, K], first gate and then up, plus bias [2 N]: [T, N].
+
+    It has the bits of `product` and then `silu_mul`. None for weights, or numbers of rows, without such a kernel.
+    """
+    launch = skinny_launch(x, weight, order_of(weight, x.dtype))
+    if launch is None or not isinstance(weight, torch.Tensor):
+        return None
+    out = x.new_empty(len(x), weight.shape[0] // 2)
+    skinny_gemm(x, weight, bias, out[None], launch, gated=True, fixed=True)
+    return out
+
+
 def partial_products(
     x: torch.Tensor, weight: Multiplied, *, processors: int, order: SumOrder | None = None
 ) -> torch.Tensor:
     """Partial sums [P, T, N] float32 of x [T, K] times weight [N, K] transposed, to be added up from zero in order.
 
     P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way. `order` is by
-    default that of `order_of`.
+    default that of `order_of`, for parts that the reader adds up.
     """
-    order = order or order_of(weight.shape, x.dtype)
+    order = order or order_of(weight, x.dtype, added=True)
     apart = cuts(x, weight, processors, order)
     out = x.new_empty(order.parts if apart else 1, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, order, apart=apart)
+        _launch(x, weight, None, out, order, apart=apart, processors=processors)
     return out
 
 
-def slice_products(x: torch.Tensor, weight: Multiplied, slices: int) -> torch.Tensor:
+def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, processors: int) -> torch.Tensor:
     """Products [slices, T, N] float32 of x [T, K] with equal slices of the inputs of weight [N, K].
 
     See `order_on_ranks` for errors.
     """
-    order = order_on_ranks(weight.shape, x.dtype, slices)
+    order = order_on_ranks(weight, x.dtype, slices)
     out = x.new_empty(slices, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, order, apart=True)
+        _launch(x, weight, None, out, order, apart=True, processors=processors)
     return out
 
 
 def cuts(x: torch.Tensor, weight: Multiplied, processors: int, order: SumOrder) -> bool:
     """Whether different programs add up the parts of each sum."""
     tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
-    return tiles < processors and order.parts > 1
+    return order.parts > 1 and (tiles < processors or skinny_launch(x, weight, order) is not None)
+
+
+def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder) -> SkinnyLaunch | None:
+    """The launch of `skinny_gemm` with this order of sums; None if `product_kernel` computes them."""
+    rows, inputs = x.shape
+    if not is_plain(weight, x.dtype) or not 0 < rows <= FEW_ROWS or 2 * inputs < LEAST_ROW_BYTES:
+        return None
+    assert isinstance(weight, torch.Tensor)
+    if weight.stride(1) != 1 or x.stride(1) != 1:
+        return None
+    many = order.parts == 1 and weight.shape[0] >= MANY_OUTPUTS
+    launch = (FEW_TOKENS if many else FEW_TOKENS_DEEP) if rows <= FEW else MORE_TOKENS if many else MORE_TOKENS_CUT
+    launch = replace(launch, parts=order.parts)
+    return launch if order.parts == 1 or launch.part_length(inputs) == order.size else None
+
+
+def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, processors: int, parts: int = 1) -> Tile:
+    """The tile of `product_kernel`, whose sums are cut into `parts` programs. It does not decide the bits.
+
+    Tuned on an H200 (benchmarks/kernels/invariant_gpu.py), where all tiles gave the same bits.
+    """
+    if dtype.itemsize > 2:
+        return Tile(BLOCK_M, BLOCK_N, 4, 1)
+    if not is_plain(weight, dtype):
+        return Tile(BLOCK_M, BLOCK_N, 8, 4)
+    outputs = weight.shape[0]
+
+    def programs(tile: Tile) -> int:
+        return triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs) * parts
+
+    small, deep = Tile(BLOCK_M, BLOCK_N, 4, 4), Tile(BLOCK_M, BLOCK_N, 4, 6)
+    if rows <= BLOCK_M or programs(small) <= processors:
+        return deep if programs(small) <= processors else small
+    middle, large = Tile(2 * BLOCK_M, BLOCK_N, 8, 4), Tile(2 * BLOCK_M, 2 * BLOCK_N, 8, 4)
+    return large if programs(large) >= LARGE_SHARE * processors else middle
 
 
 def _launch(
@@ -233,11 +343,20 @@ def _launch(
     order: SumOrder,
     *,
     apart: bool,
+    processors: int,
     tile: Tile | None = None,
 ) -> None:
-    """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N]."""
+    """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
+
+    `tile` is by default that of `tile_for`, where `skinny_gemm` does not compute the product.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    few = skinny_launch(x, weight, order) if tile is None and (apart or order.parts == 1) else None
+    if few is not None and isinstance(weight, torch.Tensor):
+        skinny_gemm(x, weight, bias, out if apart else out.view(1, len(x), -1), few, fixed=True)
+        return
     (outputs, inputs), rows = weight.shape, len(x)
-    packed = isinstance(weight, PackedWeight)
     stored: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedWeight):
         stored = weight.data, weight.factors, weight.extra, weight.unit
@@ -245,12 +364,10 @@ def _launch(
     else:
         stored, strides = (weight, None, None, None), (weight.stride(0), weight.stride(1))
         form = dict(FORM=0, GROUP=1, SCALE_ROWS=1)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    stages = 4 if x.element_size() == 2 else 1
-    tile = tile or Tile(BLOCK_M, BLOCK_N, 8 if packed else 4, stages)
+    parts = order.parts if apart else 1
+    tile = tile or tile_for(rows, weight, x.dtype, processors=processors, parts=parts)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    product_kernel[(tiles, order.parts if apart else 1)](
+    product_kernel[(tiles, parts)](
         x,
         *stored,
         bias,
@@ -266,6 +383,7 @@ def _launch(
         APART=apart,
         EVEN=inputs % order.step == 0,
         FEW=rows <= tile.rows,
+        ONE=apart or order.parts == 1,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=order.step,

@@ -129,9 +129,7 @@ def measure(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     return found
 
 
-def compared(
-    args: argparse.Namespace, shape: str, streams: int, loops: Mapping[str, LanguageLoop]
-) -> dict[str, Any]:
+def compared(args: argparse.Namespace, shape: str, streams: int, loops: Mapping[str, LanguageLoop]) -> dict[str, Any]:
     """The rounds of both kinds with this number of streams."""
     for loop in loops.values():
         Crowd(loop, args, streams)

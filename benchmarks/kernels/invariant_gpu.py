@@ -5,7 +5,8 @@
 For each weight of a Llama of that size and each number of rows, a product is timed by cuBLAS, by `product_kernel` with
 several tiles, and for few rows by `skinny_gemm_kernel` with the same parts. Times are of CUDA graphs over more weights
 than the L2 cache holds. The bits of each are compared with those of the first tile. Prints a line for each weight and
-number of rows as it is measured: the tile, us, and `=` for the same bits or `!` for others.
+number of rows as it is measured: the tile, us, and `=` for the same bits or `!` for others. A name's end is the number
+of parts that have programs of their own.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def measured(weights: list[torch.Tensor], rows: int, order: SumOrder) -> dict[st
     """Microseconds of each way, and whether it gives the first one's bits, the fastest first."""
     x = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
     ways = calls(rows, order)
-    found = {"cublas": (microseconds(lambda weight: torch.mm(x, weight.t()), weights), " ")}
+    found = {}
 
     def compiled(name: str) -> str:
         try:
@@ -136,12 +137,15 @@ def measured(weights: list[torch.Tensor], rows: int, order: SumOrder) -> dict[st
     with ThreadPoolExecutor(12) as pool:
         failures = dict(zip(ways, pool.map(compiled, ways), strict=True))
     wanted = joined(next(iter(ways.values()))(x, weights[0]))
+    plain = torch.mm(x, weights[0].t())
+    same = " " if order.parts > 1 else "=" if torch.equal(plain, wanted) else "!"  # it has one part, if it cuts nothing
+    found["cublas"] = microseconds(lambda weight: torch.mm(x, weight.t()), weights), same
     for name, way in ways.items():
         if failures[name]:
             print(f"    {name}: {failures[name]}", flush=True)
             continue
-        same = torch.equal(joined(way(x, weights[0])), wanted)
-        found[name] = microseconds(lambda weight, way=way: way(x, weight), weights), "=" if same else "!"
+        same = "=" if torch.equal(joined(way(x, weights[0])), wanted) else "!"
+        found[name] = microseconds(lambda weight, way=way: way(x, weight), weights), same
     return dict(sorted(found.items(), key=lambda item: item[1][0]))
 
 

@@ -14,8 +14,8 @@ from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 TILE_ROWS = 64
-"""Rows of every tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
-another height in another order."""
+"""Rows of a tile, or the number of heads that share a KV head if that is more. Four warps have 64 rows, as tensor cores
+take them. A row lies in a warp alike in a tile of twice as many rows and warps, so its sums have the same order."""
 PART_KEYS = 1024
 """Keys of a part of the context. Parts begin at multiples of it. Each is added up by itself, then all in order."""
 MOST_PARTIALS = 256
@@ -182,9 +182,13 @@ class InvariantAttention(PagedAttention):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
+        item_bytes: int = 4,
         part_keys: int = PART_KEYS,
     ) -> None:
-        """`part_keys` are the keys of a part, a multiple of 64. They decide the bits."""
+        """`item_bytes` are those of a number of queries and keys.
+
+        `part_keys` are the keys of a part, a multiple of 64. They decide the bits.
+        """
         super().__init__(
             device=device,
             num_processors=num_processors,
@@ -195,13 +199,15 @@ class InvariantAttention(PagedAttention):
         )
         self._part_keys = part_keys
         rows = max(TILE_ROWS, triton.next_power_of_2(self.group_size))
+        # Float32 runs without tensor cores, and large heads take more registers: eight warps for tiles of one height.
+        self._warps_by_rows = item_bytes == 2 and self.block_d <= 128 and rows == TILE_ROWS
         self.tiles = DeviceTilesBuilder(
             device=device,
             num_processors=num_processors,
             num_kv_heads=num_kv_heads,
             group_size=self.group_size,
             narrow_m=rows,
-            wide_m=rows,
+            wide_m=2 * rows if self._warps_by_rows else rows,
             partial_keys=part_keys,
             most_partials=MOST_PARTIALS,
         )
@@ -225,7 +231,7 @@ class InvariantAttention(PagedAttention):
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
-        # These are the same for all steps. Float32 runs without tensor cores, and large heads take more registers.
+        # These are the same for all steps.
         large, exact = self.block_d > 128, query.element_size() > 2
         dependent = dependent_launch_options(query.device)
         attend_parts_kernel[(len(tiles.work), self.num_kv_heads)](
@@ -237,7 +243,7 @@ class InvariantAttention(PagedAttention):
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
             CHUNKED=chunked,
-            num_warps=8 if self.block_d > 64 or exact else 4,
+            num_warps=tiles.block_m // 16 if self._warps_by_rows else 8,
             num_stages=1 if exact else 3,
             **dependent,
         )

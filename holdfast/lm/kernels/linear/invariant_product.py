@@ -28,7 +28,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
 from holdfast.lm.kernels.packed import PackedWeight
 
 BLOCK_M, BLOCK_N = 64, 128
-"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order."""
+"""Tokens and outputs of the smallest tile. Tensor cores of an H200 add up all tiles of plain numbers alike (`tile_for`)."""
 PROGRAMS = 264
 """Programs into which a product with few tokens is cut: two for each processor of an H100. The number decides the order
 of sums, so it is the same on all devices."""
@@ -157,15 +157,16 @@ def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
     cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
-    all rows, and reads no more. ONE: there is one part. With a FORM, the weight is a `PackedWeight`, whose numbers are rounded to the type of
-    x, and whose units multiply each part.
+    all rows, and reads no more. ONE: a program adds up one part. With a FORM, the weight is a `PackedWeight`, whose
+    numbers are rounded to the type of x, and whose units multiply each part.
     """
     launch_dependents(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)

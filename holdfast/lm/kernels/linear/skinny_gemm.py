@@ -208,9 +208,9 @@ def skinny_gemm_kernel(
     A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. With GATED, the weight
     has 2 * outputs rows, first gate and then up; a program takes rows of both in turns, and the result is silu(gate) *
     up, with ROUNDED both in the dtype of `out`. With ADDED, the result is added to `out`. With a `norm`, for one token
-    in one part, x is replaced by its RMS norm times `norm`. The scale of the RMS norm is a factor of the result, known once all of x is read. With a `scale`
-    [rows of weight], for one token, the weight is FP8, and each row of the result is multiplied by its scale. With a
-    GROUP, `scale` [rows of weight / SCALE_ROWS, inputs / GROUP] is that of blocks.
+    in one part, x is replaced by its RMS norm times `norm`. The scale of the RMS norm is a factor of the result, known
+    once all of x is read. With a `scale` [rows of weight], for one token, the weight is FP8, and each row of the result
+    is multiplied by its scale. With a GROUP, `scale` [rows of weight / SCALE_ROWS, inputs / GROUP] is that of blocks.
     """
     if BLOCK_M > 1:
         launch_dependents(DEPENDENT)

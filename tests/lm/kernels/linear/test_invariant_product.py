@@ -196,8 +196,9 @@ def test_few_rows_of_plain_weights_are_computed_by_the_skinny_kernel_in_the_same
         gated = gated_product(x, weight, bias)
         assert gated is not None
         assert torch.equal(gated, silu_mul(found))
-    one = drawn(1, 40, 2048, device, torch.float16)[:2]
-    assert torch.equal(product(*one, None, processors=FEW), product(torch.cat([one[0]] * 3), one[1], None, processors=FEW)[:1])
+    row, weight, _ = drawn(1, 40, 2048, device, torch.float16)
+    three = product(torch.cat([row] * 3), weight, None, processors=FEW)
+    assert torch.equal(product(row, weight, None, processors=FEW), three[:1])
 
 
 def test_the_skinny_kernel_computes_no_other_products(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -28,7 +28,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
 from holdfast.lm.kernels.packed import PackedWeight
 
 BLOCK_M, BLOCK_N = 64, 128
-"""Tokens and outputs of the smallest tile. Tensor cores of an H200 add up all tiles of plain numbers alike (`tile_for`)."""
+"""Tokens and outputs of the smallest tile. An H200 adds up all tiles of plain numbers of 16 bits alike (`tile_for`)."""
 PROGRAMS = 264
 """Programs into which a product with few tokens is cut: two for each processor of an H100. The number decides the order
 of sums, so it is the same on all devices."""

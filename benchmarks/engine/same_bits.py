@@ -11,10 +11,10 @@ state. Then `--requests` of them, drawn at random, come as crowds to engines wit
 bits are. A last crowd on an engine without `--deterministic` shows how many answers differ there. Half of the requests
 are greedy; the others draw with seeds of their own. A third of the prompts begin alike. `--shape` takes random weights
 of a small shape of that kind in place of a checkpoint. With `--adapters N`, requests have none or one of N random LoRA
-adapters. With `--ranks N` and `--stages N`, the crowds run on so many devices, and the requests alone on one (on a CPU
-on as many stages, which compute token by token). One engine exists at a time, and lines come as it goes on.
+adapters. With `--ranks N` and `--stages N`, the crowds run on that many devices, and the requests alone on one (on a
+CPU, where stages compute token by token, on as many stages). One engine exists at a time, and lines come as it goes on.
 
-What it costs is measured by benchmarks/engine/same_bits_cost.py.
+The cost is measured by benchmarks/engine/same_bits_cost.py.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def told_alone(args: argparse.Namespace) -> tuple[list[Asked], list[str], Engine
 
 
 def told_by(args: argparse.Namespace, crowd: Mapping[str, Asked], **options: Any) -> Told:
-    """What an engine with these options answers."""
+    """The answers of an engine with these options."""
     with engine(args, tp=args.ranks, pp=args.stages, **options) as (loop, _):
         return Told(loop, crowd)
 

@@ -1,4 +1,4 @@
-"""What `--deterministic` costs: output tokens per second with it and without, in turn, and the kernels of both.
+"""The cost of `--deterministic`: output tokens per second with it and without, in turn, and the kernels of both.
 
     python -m benchmarks.engine.same_bits_cost [--shapes 1b 8b] [--streams 32 128] [--rounds 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Products with one order of sums on a GPU: which tiles give the same bits, and how long each takes beside cuBLAS.
+"""Products with one order of sums on a GPU: which tiles give the same bits, and how long each takes next to cuBLAS.
 
     python -m benchmarks.kernels.invariant_gpu [--shapes 1b 8b] [--rows 32 64 128 256 2048] [--json FILE]
 

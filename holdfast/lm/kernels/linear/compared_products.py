@@ -14,7 +14,7 @@ ALIGNED = 16
 
 
 class Sizes(NamedTuple):
-    """What the library's choice of a kernel depends on."""
+    """The sizes by which the library chooses a kernel."""
 
     rows: int
     outputs: int
@@ -26,7 +26,7 @@ class ComparedProducts:
     """The library's products x @ weight.T, if its kernel for their sizes adds up each sum in the order of `own`.
 
     The library takes a kernel by the sizes alone, and a kernel's order does not depend on the numbers. So one product
-    of random numbers tells for all of these sizes: another order changes last digits of many of its sums.
+    of random numbers decides for all of these sizes: another order changes last digits of many of its sums.
     """
 
     def __init__(self, own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ class ComparedProducts:
         return multiplied(x, weight) if equal else None
 
     def _compare(self, sizes: Sizes, weight: torch.Tensor) -> bool:
-        """Whether a product of random numbers has the bits of `own`. A weight of zeros tells nothing, for now."""
+        """Whether a product of random numbers has the bits of `own`. A weight of zeros decides nothing."""
         draw = torch.Generator(weight.device).manual_seed(0)
         x = torch.randn(sizes.rows, sizes.inputs, generator=draw, dtype=sizes.dtype, device=weight.device)
         wanted = self._own(x, weight)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import gcd
 
 import torch
@@ -52,12 +53,17 @@ Multiplied = torch.Tensor | PackedWeight
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes at a time, and how it is compiled. It does not change the bits."""
+    """The part of a product that one program computes, and how it is compiled. It does not change the bits."""
 
     rows: int
     outputs: int
     num_warps: int
     num_stages: int
+    """Steps of the tile that are in flight at once, if the shared memory has room for them."""
+
+    def stages_within(self, shared: int, step_bytes: int) -> int:
+        """Number of steps that fit these bytes. A step has `step_bytes` for each row and output."""
+        return max(1, min(self.num_stages, shared // ((self.rows + self.outputs) * step_bytes)))
 
 
 @dataclass(frozen=True)
@@ -327,13 +333,21 @@ def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, processors: i
     outputs = weight.shape[0]
 
     def programs(tile: Tile) -> int:
-        return triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs) * parts
+        return -(-rows // tile.rows) * -(-outputs // tile.outputs) * parts
 
     small, deep = Tile(BLOCK_M, BLOCK_N, 4, 4), Tile(BLOCK_M, BLOCK_N, 4, 6)
     if rows <= BLOCK_M or programs(small) <= processors:
         return deep if programs(small) <= processors else small
     middle, large = Tile(2 * BLOCK_M, BLOCK_N, 8, 4), Tile(2 * BLOCK_M, 2 * BLOCK_N, 8, 4)
     return large if programs(large) >= LARGE_SHARE * processors else middle
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory of a program, in bytes. The interpreter, in tests, has no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _launch(
@@ -389,7 +403,7 @@ def _launch(
         BLOCK_N=tile.outputs,
         BLOCK_K=order.step,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.stages_within(shared_bytes(x.device), order.step * x.element_size()),
         **dependent_launch_options(x.device),
         # Else a part times its units might be added to the others without being rounded, where one program adds them.
         enable_fp_fusion=stored[3] is None,

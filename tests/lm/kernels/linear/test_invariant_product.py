@@ -11,6 +11,7 @@ from holdfast.lm.kernels.linear import invariant_product as module
 from holdfast.lm.kernels.linear.fused_layers import silu_mul
 from holdfast.lm.kernels.linear.invariant_product import (
     SumOrder,
+    Tile,
     cuts,
     gated_product,
     order_of,
@@ -19,6 +20,7 @@ from holdfast.lm.kernels.linear.invariant_product import (
     product,
     skinny_launch,
     slice_products,
+    tile_for,
 )
 from holdfast.lm.kernels.linear.rank_sums import tree_sum
 from holdfast.lm.kernels.packed import Form
@@ -199,6 +201,21 @@ def test_few_rows_of_plain_weights_are_computed_by_the_skinny_kernel_in_the_same
     row, weight, _ = drawn(1, 40, 2048, device, torch.float16)
     three = product(torch.cat([row] * 3), weight, None, processors=FEW)
     assert torch.equal(product(row, weight, None, processors=FEW), three[:1])
+
+
+def test_a_tile_has_programs_for_the_device_and_stages_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def tile(rows: int, outputs: int, parts: int = 1) -> tuple[int, int]:
+        weight = torch.empty(outputs, 4096, dtype=torch.bfloat16, device="meta")
+        found = tile_for(rows, weight, torch.bfloat16, processors=132, parts=parts)
+        return found.rows, found.outputs
+
+    assert [tile(1, 128_256), tile(128, 6144), tile(128, 4096, 2)] == [(64, 128)] * 3
+    assert [tile(128, 28_672), tile(256, 4096, 4), tile(2048, 3072)] == [(128, 128)] * 3
+    assert tile(2048, 28_672) == (128, 256)
+    large = Tile(128, 256, 8, 4)
+    assert [large.stages_within(shared, 128) for shared in (232_448, 166_912, 101_376, 9)] == [4, 3, 2, 1]
 
 
 def test_the_skinny_kernel_computes_no_other_products(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

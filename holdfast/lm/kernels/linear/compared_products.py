@@ -39,7 +39,7 @@ class ComparedProducts:
 
         Sizes are compared at the first call outside a captured graph. A capture is rehearsed, so it finds them known.
         """
-        sizes = Sizes(len(x), *weight.shape, x.dtype)
+        sizes = Sizes(len(x), weight.shape[0], weight.shape[1], x.dtype)
         whole = x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
         if not whole or not len(x) or len(x) % ROWS or (x.data_ptr() | weight.data_ptr()) % ALIGNED:
             return None

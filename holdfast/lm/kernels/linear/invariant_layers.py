@@ -16,6 +16,7 @@ from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.invariant_product import (
     FEW_ROWS,
     Multiplied,
+    add_product,
     gated_product,
     is_plain,
     order_on_ranks,
@@ -94,7 +95,10 @@ class InvariantLayerOps(FusedLayerOps):
             return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         if isinstance(weight, StackedWeight):
             return self._normed(stream, self.linear(x, weight)[None], bias, norm)
-        return self._normed(stream, partial_products(x, _multiplied(weight), processors=self._processors), bias, norm)
+        own = _multiplied(weight)
+        if add_product(stream, x, own, bias, processors=self._processors):
+            return self._normed(stream, None, None, norm)
+        return self._normed(stream, partial_products(x, own, processors=self._processors), bias, norm)
 
     def _add_slices(
         self,

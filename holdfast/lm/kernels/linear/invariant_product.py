@@ -5,14 +5,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
+from holdfast.lm.kernels.launch import (
+    dependent_launch_options,
+    launch_dependents,
+    shared_bytes,
+    wait_for_previous,
+)
 from holdfast.lm.kernels.linear.packed_tile import packed_constants, packed_tile
 from holdfast.lm.kernels.linear.skinny_gemm import (
     FEW,
@@ -163,16 +167,16 @@ def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    FEW: tl.constexpr, ONE: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
     cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
-    all rows, and reads no more. ONE: a program adds up one part. With a FORM, the weight is a `PackedWeight`, whose
-    numbers are rounded to the type of x, and whose units multiply each part.
+    all rows, and reads no more. ONE: a program adds up one part. ADDED: the sums are added to out. With a FORM, the
+    weight is a `PackedWeight`, whose numbers are rounded to the type of x, and whose units multiply each part.
     """
     launch_dependents(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -211,6 +215,9 @@ def product_kernel(
         place += tl.program_id(1).to(tl.int64) * rows * outputs
     elif bias is not None:
         total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    if ADDED:
+        total += tl.load(out + place, mask=held, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # several threads may hold the same element
     tl.store(out + place, total.to(out.dtype.element_ty), mask=held)
 
 
@@ -289,6 +296,22 @@ def partial_products(
     return out
 
 
+def add_product(
+    stream: torch.Tensor, x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, processors: int
+) -> bool:
+    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to a contiguous stream [T, N] in place, if it pays.
+
+    Returns False, and does nothing, where `partial_products` cuts sums. The bits are those of its sum: both are rounded
+    once.
+    """
+    order = order_of(weight, x.dtype, added=True)
+    few = skinny_launch(x, weight, order) is not None
+    if few or not stream.is_contiguous() or not stream.numel() or cuts(x, weight, processors, order):
+        return False
+    _launch(x, weight, bias, stream, order, apart=False, processors=processors, added=True)
+    return True
+
+
 def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, processors: int) -> torch.Tensor:
     """Products [slices, T, N] float32 of x [T, K] with equal slices of the inputs of weight [N, K].
 
@@ -342,14 +365,6 @@ def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, processors: i
     return large if programs(large) >= LARGE_SHARE * processors else middle
 
 
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory of a program, in bytes. The interpreter, in tests, has no limit."""
-    if device.type != "cuda":
-        return 1 << 30
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
 def _launch(
     x: torch.Tensor,
     weight: Multiplied,
@@ -359,15 +374,18 @@ def _launch(
     *,
     apart: bool,
     processors: int,
+    added: bool = False,
     tile: Tile | None = None,
 ) -> None:
     """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
 
-    `tile` is by default that of `tile_for`, where `skinny_gemm` does not compute the product.
+    `added`: add it to out in `product_kernel`. `tile` is by default that of `tile_for`, where `skinny_gemm` does not
+    compute the product.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    few = skinny_launch(x, weight, order) if tile is None and (apart or order.parts == 1) else None
+    own = added or tile is not None or (order.parts > 1 and not apart)
+    few = None if own else skinny_launch(x, weight, order)
     if few is not None and isinstance(weight, torch.Tensor):
         skinny_gemm(x, weight, bias, out if apart else out.view(1, len(x), -1), few, fixed=True)
         return
@@ -399,6 +417,7 @@ def _launch(
         EVEN=inputs % order.step == 0,
         FEW=rows <= tile.rows,
         ONE=apart or order.parts == 1,
+        ADDED=added,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=order.step,

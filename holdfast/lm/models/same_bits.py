@@ -24,6 +24,9 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.whole_steps import is_plain
 
 PLAIN = "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and Phi 3"
+GPU_ORDER = 2
+"""Number of the order of sums on GPUs, which is raised when the order changes: stored state of another one has other
+bits."""
 SLICE = 16
 """A slice of a sum is a multiple of this many inputs, which tensor cores take at once."""
 HALVES = 2 * TILE
@@ -33,8 +36,8 @@ HALVES = 2 * TILE
 def check_same_bits(spec: DecoderSpec, *, device: torch.device, ranks: int = 1) -> None:
     """Raise UnsupportedCheckpoint if a decoder's bits depend on what else a step computes.
 
-    With `ranks` above 1, its bits must be the same for any number of devices that divides them. Stages change none: a
-    layer is computed on one device as it is where all layers are.
+    With `ranks` above 1, its bits must be the same for any number of devices that divides them. Stages need no check:
+    on GPUs, each layer is computed as on one device, and on CPUs, all tokens one by one.
     """
     if reason := _reason(spec, device):
         raise UnsupportedCheckpoint(f"deterministic is on, and {reason}; leave it out")
@@ -117,7 +120,7 @@ def _name_of(device: torch.device, *, one_by_one: bool) -> str:
         library = step_library(device)
         assert library is not None, "there are no whole steps without it"
         return LEVELS[library.level]
-    return f"{torch.cuda.get_device_name(device)} by Triton {version('triton')}"
+    return f"{torch.cuda.get_device_name(device)} by Triton {version('triton')}, order {GPU_ORDER}"
 
 
 def _reason(spec: DecoderSpec, device: torch.device) -> str:

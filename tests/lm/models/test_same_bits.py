@@ -18,6 +18,7 @@ from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.weight import IntegerWeight, pack_integers
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
+from holdfast.lm.models import same_bits as module
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NATIVE
@@ -87,6 +88,16 @@ def test_ranks_that_cannot_share_sums_alike_are_refused_by_name(
     spec = spec_of(architecture, **given)
     refused(spec, f"deterministic_ranks is {ranks}, and {reason}", CPU, ranks=ranks)
     check_same_bits(spec, device=CPU)
+
+
+def test_the_arithmetic_of_a_gpu_names_it_and_the_kernels_and_the_order_of_their_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(module, "version", {"triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(module, "GPU_ORDER", 7)
+    assert arithmetic_of(CUDA, ranks=1, one_by_one=False) == "NVIDIA H200 by Triton 3.6.0, order 7"
+    assert arithmetic_of(CUDA, ranks=4, one_by_one=False) == "NVIDIA H200 by Triton 3.6.0, order 7, for 4 ranks"
 
 
 def test_plain_decoders_and_mixtures_are_served_on_a_gpu() -> None:

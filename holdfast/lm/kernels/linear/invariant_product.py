@@ -331,15 +331,22 @@ def cuts(x: torch.Tensor, weight: Multiplied, processors: int, order: SumOrder) 
 
 
 def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder) -> SkinnyLaunch | None:
-    """The launch of `skinny_gemm` with this order of sums; None if `product_kernel` computes them."""
+    """The launch of `skinny_gemm` with this order of sums; None if `product_kernel` computes them.
+
+    Tuned on an H200 (benchmarks/kernels/invariant_gpu.py).
+    """
     rows, inputs = x.shape
     if not is_plain(weight, x.dtype) or not 0 < rows <= FEW_ROWS or 2 * inputs < LEAST_ROW_BYTES:
         return None
     assert isinstance(weight, torch.Tensor)
     if weight.stride(1) != 1 or x.stride(1) != 1:
         return None
-    many = order.parts == 1 and weight.shape[0] >= MANY_OUTPUTS
-    launch = (FEW_TOKENS if many else FEW_TOKENS_DEEP) if rows <= FEW else MORE_TOKENS if many else MORE_TOKENS_CUT
+    outputs, launch = weight.shape[0], FEW_TOKENS_DEEP
+    if order.parts == 1 and outputs >= MANY_OUTPUTS:
+        launch = FEW_TOKENS if rows <= FEW else MORE_TOKENS
+    elif order.parts > 1 and rows > FEW:
+        programs = triton.cdiv(outputs, FEW_TOKENS.block_n) * order.parts
+        launch = FEW_TOKENS if programs <= PLAIN_PROGRAMS else MORE_TOKENS_CUT
     launch = replace(launch, parts=order.parts)
     return launch if order.parts == 1 or launch.part_length(inputs) == order.size else None
 

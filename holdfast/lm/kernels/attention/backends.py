@@ -108,7 +108,7 @@ def attention_for(
 ) -> Attention[Any]:
     """The attention backend for these heads on `device`. `auto` selects our kernels on CUDA, and PyTorch on a CPU.
 
-    `cache_dtype` is that of the cache, by default float32: the model's, or FP8. `invariant`: the bits of
+    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8. `invariant`: the bits of
     a token's result must not depend on the other tokens of its step; on a CPU, the library's whole steps keep that.
 
     Raises ValueError for heads that cannot share KV heads evenly, sizes out of range, a device without a backend, or a
@@ -132,8 +132,7 @@ def attention_for(
     if invariant:
         from holdfast.lm.kernels.attention.invariant import InvariantAttention
 
-        item_bytes = 4 if cache_dtype is None else cache_dtype.itemsize
-        return InvariantAttention(device=device, num_processors=processors, item_bytes=item_bytes, **sizes)
+        return InvariantAttention(device=device, num_processors=processors, **sizes)
     from holdfast.lm.kernels.attention.paged import PagedAttention
 
     paged = PagedAttention(device=device, num_processors=processors, fp8_cache=cache_dtype == FP8, **sizes)

@@ -11,11 +11,10 @@ import triton.language as tl
 from holdfast.lm.kernels.attention.paged import PagedAttention, launched
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
-from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 TILE_ROWS = 64
-"""Rows of a tile, or the number of heads that share a KV head if that is more. Four warps have 64 rows, as tensor cores
-take them. A row lies in a warp alike in a tile of twice as many rows and warps, so its sums have the same order."""
+"""Rows of every tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
+another height in another order."""
 PART_KEYS = 1024
 """Keys of a part of the context. Parts begin at multiples of it. Each is added up by itself, then all in order."""
 MOST_PARTIALS = 256
@@ -52,7 +51,7 @@ def attend_parts_kernel(
     scale, softcap, window,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (record, KV head).
 
@@ -61,12 +60,10 @@ def attend_parts_kernel(
     bits do not depend on the other rows of its tile. There is one loop over keys: a second one, without masks for keys
     that all rows see, might be compiled to other operations.
     """
-    launch_dependents(DEPENDENT)
     record = work + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     first_token = tl.load(record)
     rows = tl.load(record + 1)
-    wait_for_previous(DEPENDENT)
     if rows == 0:
         return
     start = tl.load(record + 2)
@@ -135,13 +132,11 @@ def attend_parts_kernel(
 def join_parts_kernel(
     merges, sinks, partial_out, partial_log, out, out_stride_token, out_stride_head,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Join the partial results of rows, one after the other. Program (merge record, first row, KV head).
 
     The programs of a record share the rows of its tile.
     """
-    launch_dependents(DEPENDENT)
     record = merges + tl.program_id(0) * 8
     kv_head = tl.program_id(2)
     first_token = tl.load(record)
@@ -150,7 +145,6 @@ def join_parts_kernel(
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)
     dim = tl.arange(0, BLOCK_D)
-    wait_for_previous(DEPENDENT)
     for row_in_tile in range(tl.program_id(1), tl.minimum(rows - first_row, BLOCK_M), tl.num_programs(1)):
         row = first_row + row_in_tile + tl.zeros([1], tl.int32)
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
@@ -182,13 +176,9 @@ class InvariantAttention(PagedAttention):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        item_bytes: int = 4,
         part_keys: int = PART_KEYS,
     ) -> None:
-        """`item_bytes` are those of a number of queries and keys.
-
-        `part_keys` are the keys of a part, a multiple of 64. They decide the bits.
-        """
+        """`part_keys` are the keys of a part, a multiple of 64. They decide the bits."""
         super().__init__(
             device=device,
             num_processors=num_processors,
@@ -199,15 +189,13 @@ class InvariantAttention(PagedAttention):
         )
         self._part_keys = part_keys
         rows = max(TILE_ROWS, triton.next_power_of_2(self.group_size))
-        # Float32 runs without tensor cores, and large heads take more registers: eight warps for tiles of one height.
-        self._warps_by_rows = item_bytes == 2 and self.block_d <= 128 and rows == TILE_ROWS
         self.tiles = DeviceTilesBuilder(
             device=device,
             num_processors=num_processors,
             num_kv_heads=num_kv_heads,
             group_size=self.group_size,
             narrow_m=rows,
-            wide_m=2 * rows if self._warps_by_rows else rows,
+            wide_m=rows,
             partial_keys=part_keys,
             most_partials=MOST_PARTIALS,
         )
@@ -231,9 +219,8 @@ class InvariantAttention(PagedAttention):
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
-        # These are the same for all steps.
+        # These are the same for all steps. Float32 runs without tensor cores, and large heads take more registers.
         large, exact = self.block_d > 128, query.element_size() > 2
-        dependent = dependent_launch_options(query.device)
         attend_parts_kernel[(len(tiles.work), self.num_kv_heads)](
             *launched(*tensors, scale=scale, window=window, softcap=softcap),
             **sizes,
@@ -243,11 +230,10 @@ class InvariantAttention(PagedAttention):
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
             CHUNKED=chunked,
-            num_warps=tiles.block_m // 16 if self._warps_by_rows else 8,
+            num_warps=8 if self.block_d > 64 or exact else 4,
             num_stages=1 if exact else 3,
-            **dependent,
         )
         if len(tiles.merges):
             join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
-                tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
+                tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1
             )

@@ -9,16 +9,12 @@ import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
-from holdfast.lm.kernels.linear.compared_products import ComparedProducts
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.experts.launches import fixed_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.invariant_product import (
-    FEW_ROWS,
     Multiplied,
-    add_product,
     gated_product,
-    is_plain,
     order_on_ranks,
     partial_products,
     product,
@@ -51,24 +47,14 @@ class InvariantLayerOps(FusedLayerOps):
         device = shape.inverse_frequencies.device
         on_gpu = device.type == "cuda"  # else the interpreter, in tests
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
-        self._compared = ComparedProducts(self._product) if on_gpu else None
-        """The library's products for many tokens, where they have the same bits."""
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(weight, StackedWeight):
             read = self.computed(x)
             return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
         read, own = self.computed(x), _multiplied(weight)
-        if self._compared is not None and bias is None and is_plain(own, read.dtype) and len(read) > FEW_ROWS:
-            found = self._compared.of(read, cast(torch.Tensor, own))
-            if found is not None:
-                return found
-        return self._product(read, own, bias)
-
-    def _product(self, x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`linear` of plain or packed numbers, by this project's kernels."""
-        order = order_on_ranks(weight, x.dtype) if self._slices else None
-        return product(x, weight, bias, processors=self._processors, order=order)
+        order = order_on_ranks(own, read.dtype) if self._slices else None
+        return product(read, own, bias, processors=self._processors, order=order)
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         if self.shape.activation == "silu" and self.shape.gated and not isinstance(weight, StackedWeight):
@@ -95,10 +81,7 @@ class InvariantLayerOps(FusedLayerOps):
             return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         if isinstance(weight, StackedWeight):
             return self._normed(stream, self.linear(x, weight)[None], bias, norm)
-        own = _multiplied(weight)
-        if add_product(stream, x, own, bias, processors=self._processors):
-            return self._normed(stream, None, None, norm)
-        return self._normed(stream, partial_products(x, own, processors=self._processors), bias, norm)
+        return self._normed(stream, partial_products(x, _multiplied(weight), processors=self._processors), bias, norm)
 
     def _add_slices(
         self,

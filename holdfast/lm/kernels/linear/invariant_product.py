@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import gcd
 
 import torch
@@ -33,7 +34,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
 from holdfast.lm.kernels.packed import PackedWeight
 
 BLOCK_M, BLOCK_N = 64, 128
-"""Tokens and outputs of the smallest tile. An H200 adds up all tiles of plain numbers of 16 bits alike (`tile_for`)."""
+"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order (`adds_alike`)."""
 PROGRAMS = 264
 """Programs into which a product with few tokens is cut: two for each processor of an H100. The number decides the order
 of sums, so it is the same on all devices."""
@@ -107,8 +108,18 @@ def _order_of_packed(outputs: int, inputs: int, dtype: torch.dtype) -> SumOrder:
 
 
 def is_plain(weight: Multiplied, dtype: torch.dtype) -> bool:
-    """Whether a weight and its input are plain numbers of 16 bits, of which tensor cores add all tiles alike."""
-    return isinstance(weight, torch.Tensor) and dtype.itemsize == 2
+    """Whether a weight and its input are plain numbers of 16 bits, on a device that adds up all tiles alike."""
+    return isinstance(weight, torch.Tensor) and dtype.itemsize == 2 and adds_alike(weight.device)
+
+
+@cache
+def adds_alike(device: torch.device) -> bool:
+    """Whether a sum over 16-bit numbers has the same bits in any tile, and with x and weight in each other's place.
+
+    It was measured on an H200, for bfloat16 and the weights of Llamas (benchmarks/kernels/invariant_gpu.py). On other
+    kinds of GPUs, all products have one tile.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def order_on_ranks(weight: Multiplied, dtype: torch.dtype, slices: int = 0) -> SumOrder:
@@ -167,16 +178,16 @@ def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    FEW: tl.constexpr, ONE: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
     cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
-    all rows, and reads no more. ONE: a program adds up one part. ADDED: the sums are added to out. With a FORM, the
-    weight is a `PackedWeight`, whose numbers are rounded to the type of x, and whose units multiply each part.
+    all rows, and reads no more. ONE: a program adds up one part. With a FORM, the weight is a `PackedWeight`, whose
+    numbers are rounded to the type of x, and whose units multiply each part.
     """
     launch_dependents(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -215,9 +226,6 @@ def product_kernel(
         place += tl.program_id(1).to(tl.int64) * rows * outputs
     elif bias is not None:
         total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    if ADDED:
-        total += tl.load(out + place, mask=held, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # several threads may hold the same element
     tl.store(out + place, total.to(out.dtype.element_ty), mask=held)
 
 
@@ -296,22 +304,6 @@ def partial_products(
     return out
 
 
-def add_product(
-    stream: torch.Tensor, x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, processors: int
-) -> bool:
-    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to a contiguous stream [T, N] in place, if it pays.
-
-    Returns False, and does nothing, where `partial_products` cuts sums. The bits are those of its sum: both are rounded
-    once.
-    """
-    order = order_of(weight, x.dtype, added=True)
-    few = skinny_launch(x, weight, order) is not None
-    if few or not stream.is_contiguous() or not stream.numel() or cuts(x, weight, processors, order):
-        return False
-    _launch(x, weight, bias, stream, order, apart=False, processors=processors, added=True)
-    return True
-
-
 def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, processors: int) -> torch.Tensor:
     """Products [slices, T, N] float32 of x [T, K] with equal slices of the inputs of weight [N, K].
 
@@ -352,14 +344,15 @@ def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder) -> Skinn
 
 
 def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, processors: int, parts: int = 1) -> Tile:
-    """The tile of `product_kernel`, whose sums are cut into `parts` programs. It does not decide the bits.
+    """The tile of `product_kernel`, whose sums are cut into `parts` programs.
 
-    Tuned on an H200 (benchmarks/kernels/invariant_gpu.py), where all tiles gave the same bits.
+    It is the same for any number of rows where it may decide the bits. Tuned on an H200
+    (benchmarks/kernels/invariant_gpu.py).
     """
     if dtype.itemsize > 2:
         return Tile(BLOCK_M, BLOCK_N, 4, 1)
     if not is_plain(weight, dtype):
-        return Tile(BLOCK_M, BLOCK_N, 8, 4)
+        return Tile(BLOCK_M, BLOCK_N, 4 if isinstance(weight, torch.Tensor) else 8, 4)
     outputs = weight.shape[0]
 
     def programs(tile: Tile) -> int:
@@ -381,17 +374,16 @@ def _launch(
     *,
     apart: bool,
     processors: int,
-    added: bool = False,
     tile: Tile | None = None,
 ) -> None:
     """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
 
-    `added`: add it to out in `product_kernel`. `tile` is by default that of `tile_for`, where `skinny_gemm` does not
+    `tile` is by default that of `tile_for`, where `skinny_gemm` does not
     compute the product.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    own = added or tile is not None or (order.parts > 1 and not apart)
+    own = tile is not None or (order.parts > 1 and not apart)
     few = None if own else skinny_launch(x, weight, order)
     if few is not None and isinstance(weight, torch.Tensor):
         skinny_gemm(x, weight, bias, out if apart else out.view(1, len(x), -1), few, fixed=True)
@@ -424,7 +416,6 @@ def _launch(
         EVEN=inputs % order.step == 0,
         FEW=rows <= tile.rows,
         ONE=apart or order.parts == 1,
-        ADDED=added,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=order.step,

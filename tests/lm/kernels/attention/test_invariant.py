@@ -32,7 +32,6 @@ def make_attention(batch: Batch, processors: int, part_keys: int = 64) -> Invari
         num_kv_heads=batch.key.shape[1],
         head_dim=batch.query.shape[2],
         block_size=batch.key_cache.shape[1],
-        item_bytes=batch.query.element_size(),
         part_keys=part_keys,
     )
 
@@ -91,18 +90,6 @@ def test_a_token_has_the_same_bits_in_any_step_and_they_are_near_the_oracle(
     ):
         some, at = some_of(batch, spans)
         assert torch.equal(attend(some, 1000, **options), whole[at]), spans
-
-
-def test_tiles_of_twice_as_many_rows_and_warps_give_halves_the_same_bits(device: str) -> None:
-    """With numbers of 16 bits, prompts have wide tiles, and decodes and short chunks have narrow ones."""
-    batch = make_batch(MIXED, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
-    tiles = make_attention(batch, 1).tiles
-    assert tiles.wide_m == 2 * tiles.narrow_m == 2 * module.TILE_ROWS
-    whole = attend(batch, 1, scale=0.25)
-    torch.testing.assert_close(whole.double().cpu(), oracle(batch, scale=0.25), rtol=5e-3, atol=5e-3)
-    for spans in ([(2, 30, 31), (4, 0, 1), (0, 19, 20)], [(2, 0, 15), (0, 3, 20)], [(2, 15, 31), (1, 0, 1)]):
-        some, at = some_of(batch, spans)
-        assert torch.equal(attend(some, 1000, scale=0.25), whole[at]), spans
 
 
 def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_allows(

@@ -37,6 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK_M", 8)
         monkeypatch.setattr(module, "BLOCK_N", 16)
         monkeypatch.setattr(module, "LEAST_PLAIN_PART", 128)
+        monkeypatch.setattr(module, "adds_alike", lambda device: True)
         monkeypatch.setattr(module, "FEW_ROWS", 0)  # NumPy adds up tiles of other sizes in other orders
 
 
@@ -163,6 +164,7 @@ def test_no_rows_give_no_rows(device: str) -> None:
 
 def test_the_order_of_a_sum_depends_on_the_weight_and_its_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
 
     def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16, *, added: bool = True) -> SumOrder:
         return order_of(torch.empty(outputs, inputs, dtype=dtype, device="meta"), dtype, added=added)
@@ -181,6 +183,7 @@ def test_few_rows_of_plain_weights_are_computed_by_the_skinny_kernel_in_the_same
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
     for outputs, inputs in ((40, 2048), (70, 1000)):
         x, weight, bias = drawn(5, outputs, inputs, device, torch.float16)
         order = order_of(weight, x.dtype, added=True)
@@ -205,6 +208,7 @@ def test_few_rows_of_plain_weights_are_computed_by_the_skinny_kernel_in_the_same
 
 def test_a_tile_has_programs_for_the_device_and_stages_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
 
     def tile(rows: int, outputs: int, parts: int = 1) -> tuple[int, int]:
         weight = torch.empty(outputs, 4096, dtype=torch.bfloat16, device="meta")
@@ -218,8 +222,26 @@ def test_a_tile_has_programs_for_the_device_and_stages_for_its_shared_memory(mon
     assert [large.stages_within(shared, 128) for shared in (232_448, 166_912, 101_376, 9)] == [4, 3, 2, 1]
 
 
+def test_other_kinds_of_gpus_have_one_tile_and_one_kernel_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: False)
+    x, weight, _ = drawn(5, 40, 4096, device, torch.float16)
+    order = order_of(weight, x.dtype)
+    assert order == order_of(weight, x.dtype, added=True) and order.parts == 8
+    assert skinny_launch(x, weight, order) is None and gated_product(x, weight, None) is None
+    tiles = {tile_for(rows, weight, x.dtype, processors=132, parts=parts) for rows in (1, 65, 4096) for parts in (1, 8)}
+    assert tiles == {Tile(64, 128, 4, 4)}
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (9, 0))
+    found = [module.adds_alike.__wrapped__(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu")]
+    assert found == [True, False, False]
+
+
 def test_the_skinny_kernel_computes_no_other_products(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
     x, weight, _ = drawn(5, 40, 2048, device, torch.float16)
     order = order_of(weight, x.dtype, added=True)
     for rows, own in ((x[:0], weight), (x, weight.t().contiguous().t()), (x.float(), weight.float())):
@@ -243,3 +265,17 @@ def test_compiled_products_have_the_same_bits_for_any_number_of_rows(
     assert error < (1e-5 if dtype == torch.float32 else 5e-3)
     for begin, end in ((0, 1), (7, 8), (0, 16), (3, 67), (100, 228), (88, 600)):
         assert torch.equal(product(x[begin:end], weight, bias, processors=132), wanted[begin:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(28672, 4096), (2000, 1032)])
+def test_a_compiled_gate_has_the_same_bits_for_few_rows_and_for_many(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    x, weight, bias = drawn(300, outputs, inputs, "cuda", dtype)
+    for own in (None, bias):
+        wanted = silu_mul(product(x, weight, own, processors=132))
+        for begin, end in ((0, 1), (7, 23), (200, 232), (100, 164)):
+            found = gated_product(x[begin:end], weight, own)
+            assert found is None or torch.equal(found, wanted[begin:end])

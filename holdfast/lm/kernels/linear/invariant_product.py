@@ -25,7 +25,6 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
     FEW_TOKENS_DEEP,
     LEAST_ROW_BYTES,
     MANY_OUTPUTS,
-    MAX_ROWS,
     MORE_TOKENS,
     MORE_TOKENS_CUT,
     SkinnyLaunch,
@@ -48,7 +47,7 @@ PLAIN_OUTPUTS, PLAIN_PROGRAMS = 64, 128
 """Outputs of a program with few tokens, and the number of programs that fill a device: they decide how sums are cut."""
 LARGE_SHARE = 1.5
 """Number of programs for each processor from which tiles of twice as many outputs are faster."""
-FEW_ROWS = MAX_ROWS
+FEW_ROWS = 64
 """Largest number of tokens for which `skinny_gemm` reads plain weights. It gives the bits of `product_kernel`."""
 ADDED_AT_A_TIME = 1024
 

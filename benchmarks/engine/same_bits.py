@@ -1,26 +1,29 @@
-"""Whether a deterministic engine gives each request the same bits in any crowd, and what that costs.
+"""Whether a deterministic engine gives each request the same bits in any crowd.
 
     python -m benchmarks.engine.same_bits [--model DIRECTORY] [--requests 400] [--distinct 40] [--set device=cpu]
     python -m benchmarks.engine.same_bits --shape dense --adapters 3 --set quantization=fp8
     python -m benchmarks.engine.same_bits --ranks 2 --set device=cpu
+    python -m benchmarks.engine.same_bits --shape dense --requests 10000 --distinct 200
 
 A request of `--distinct` is first computed alone: one sequence at a time, each prompt in one step, without shared
 state. Then `--requests` of them, drawn at random, come as crowds to engines with other chunks, batches and tiers
-(`CROWDS`). An answer is its tokens and the log probabilities of each and of three alternatives; it is equal if all
-bits are. A crowd on an engine without `--deterministic` shows how many answers differ there. Last, rounds of a crowd
-on an engine of each kind, one after the other, give the cost. Half of the requests are greedy; the others draw
-with seeds of their own. A third of the prompts begin alike. `--shape` takes random weights of a small shape of that
-kind in place of a checkpoint. With `--adapters N`, requests have none or one of N random LoRA adapters. With
-`--ranks N`, the crowds run on N ranks, and the requests alone on one.
+(`crowds`). An answer is its tokens and the log probabilities of each and of three alternatives; it is equal if all
+bits are. A last crowd on an engine without `--deterministic` shows how many answers differ there. Half of the requests
+are greedy; the others draw with seeds of their own. A third of the prompts begin alike. `--shape` takes random weights
+of a small shape of that kind in place of a checkpoint. With `--adapters N`, requests have none or one of N random LoRA
+adapters. With `--ranks N` and `--stages N`, the crowds run on that many devices, and the requests alone on one (on a
+CPU, where stages compute token by token, on as many stages). One engine exists at a time, and lines come as it goes on.
+
+The cost is measured by benchmarks/engine/same_bits_cost.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +45,16 @@ from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 from holdfast.lm.types import LanguageLoop
 
-ALONE: dict[str, Any] = {"max_sequences": 1, "prefix_sharing": False, "host_cache_gb": 0.0, "speculation": "off"}
+ALONE: dict[str, Any] = {
+    "max_sequences": 1, "prefix_sharing": False, "host_cache_gb": 0.0, "speculation": "off", "cache_gb": 1.0,
+}  # fmt: skip
+CACHE_GB = {"cuda": 8.0, "cpu": 0.5}
+"""Cache of each other engine, in GB. A cache that fills the device would leave others nothing, and takes long to make.
+"""
+HOST_GB = 1.0
+"""Host tier of engines that have one, in GB."""
+LINE_EVERY = 10.0
+"""Seconds between lines about a crowd's progress."""
 BLOCK = 16
 """Tokens of a block."""
 RANK = 16
@@ -61,20 +73,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 """The config.json of each kind of `--shape`."""
 
 
-def crowds(args: argparse.Namespace, block_bytes: float) -> dict[str, dict[str, Any]]:
-    """The options of each crowd's engine, by a name for people. Blocks take `block_bytes`."""
+class Crowd(NamedTuple):
+    """An engine for some of the requests."""
+
+    weight: int
+    """Number of requests in proportion to those of other crowds. Engines that compute few at once have fewer."""
+    options: dict[str, Any]
+
+
+def crowds(args: argparse.Namespace, block_bytes: float) -> dict[str, Crowd]:
+    """Each crowd by a name for people. Blocks take `block_bytes`."""
     longest = -(-(args.prompt + args.output + 1) // BLOCK)
     sizes = {"cache_gb": 4.5 * longest, "host_cache_gb": 12.5 * longest}
     few_blocks = {name: blocks * block_bytes / 1e9 for name, blocks in sizes.items()}
     if decoder_spec(Checkpoint.find(args.model).directory).recurrence is not None:
         few_blocks = {}  # a state takes as much as many blocks
     return {
-        "as it is": {},
-        "chunks of 48 tokens": {"token_budget": 48, "max_sequences": 12},
-        "few blocks and a host tier": {**few_blocks, "max_sequences": 24, "eviction": "lru"},
-        "no shared state": {"prefix_sharing": False, "host_cache_gb": 0.0, "max_sequences": 64},
-        "drafts": {"speculation": "suffix"},
+        "as it is": Crowd(6, {}),
+        "chunks of 48 tokens": Crowd(2, {"token_budget": 48, "max_sequences": 12}),
+        "few blocks and a host tier": Crowd(2, {**few_blocks, "max_sequences": 24, "eviction": "lru"}),
+        "no shared state": Crowd(5, {"prefix_sharing": False, "host_cache_gb": 0.0, "max_sequences": 64}),
+        "drafts": Crowd(5, {"speculation": "suffix"}),
     }
+
+
+def shares(requests: int, found: Mapping[str, Crowd]) -> dict[str, int]:
+    """The number of requests of each crowd, at least one. Together they are `requests`, or one for each crowd."""
+    counts = {name: max(1, requests * crowd.weight // sum(each.weight for each in found.values()))
+              for name, crowd in found.items()}  # fmt: skip
+    most = max(counts, key=lambda name: counts[name])
+    counts[most] = max(1, counts[most] + requests - sum(counts.values()))
+    return counts
 
 
 class Asked(NamedTuple):
@@ -115,10 +144,23 @@ def drawn(args: argparse.Namespace, vocabulary: int, adapters: Sequence[str]) ->
     return found
 
 
+def on_cpu(args: argparse.Namespace) -> bool:
+    """Whether the engines run on a CPU."""
+    return dict(args.set).get("device") == "cpu" or not torch.cuda.is_available()
+
+
 @contextmanager
 def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LanguageLoop, EngineInfo]]:
-    """A running engine in this process."""
-    common: dict[str, Any] = {"model": args.model} | ({"load_format": "random"} if args.shape else {})
+    """A running engine in this process, once the memory of the one before has been freed.
+
+    The caller keeps no engine's loop when it starts the next one.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    common: dict[str, Any] = {"model": args.model, "cache_gb": CACHE_GB["cpu" if on_cpu(args) else "cuda"]}
+    common |= {"host_cache_gb": HOST_GB, "max_waiting": max(4096, args.requests)}
+    common |= {"load_format": "random"} if args.shape else {}
     common |= {"adapter": args.adapter, "max_adapter_rank": RANK} if args.adapter else {}
     common |= {"deterministic_ranks": args.ranks} if args.ranks > 1 and options["deterministic"] else {}
     loop, info = build(EngineConfig(**{**common, **dict(args.set), **options}))
@@ -135,13 +177,16 @@ class Told:
     def __init__(self, loop: LanguageLoop, requests: Mapping[str, Asked]) -> None:
         """Run the requests together until all have ended."""
         self._parts: dict[str, Any] = {name: hashlib.sha256() for name in requests}
-        began = time.perf_counter()
+        began = said = time.perf_counter()
         for name, (prompt, params, adapter) in requests.items():
             loop.add(Request(name, prompt, params, identity=Identity(adapter=adapter), arrival=time.monotonic()))
-        self.preemptions = self.cached = self.tokens = 0
+        self.preemptions = self.cached = self._ended = 0
         while loop.has_work():
             for output in loop.step() or ():
                 self._take(output)
+            if time.perf_counter() - said > LINE_EVERY:
+                said = time.perf_counter()
+                print(f"  {said - began:.0f} s: {self._ended} of {len(requests)} have ended", flush=True)
         self.seconds = time.perf_counter() - began
         """Seconds from the first request to the last token."""
         self.answers = {name: part.hexdigest() for name, part in self._parts.items()}
@@ -149,15 +194,15 @@ class Told:
     def _take(self, output: SequenceOutput) -> None:
         for token, told in zip(output.tokens, output.logprobs, strict=True):  # a step may give several, or none
             self._parts[output.request_id].update(msgspec.msgpack.encode((token, told)))
-        self.tokens += len(output.tokens)
         if output.finish_reason is not None:
+            self._ended += 1
             self.preemptions += output.preemptions
             self.cached += output.cached_tokens
 
 
-def differing(told: Told, alone: Sequence[str], distinct: int) -> int:
+def differing(told: Told, alone: Sequence[str]) -> int:
     """Number of answers with other bits than alone. The number of a request follows the last dash of its name."""
-    return sum(answer != alone[int(name.rpartition("-")[2]) % distinct] for name, answer in told.answers.items())
+    return sum(answer != alone[int(name.rpartition("-")[2])] for name, answer in told.answers.items())
 
 
 def main() -> None:
@@ -166,11 +211,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this kind of model, in place of --model")
     parser.add_argument("--adapters", type=int, default=0, help="random LoRA adapters; requests have none or one")
     parser.add_argument("--ranks", type=int, default=1, help="tp of the crowds' engines; alone: one device")
+    parser.add_argument("--stages", type=int, default=1, help="pp of the crowds' engines; alone: one device")
     parser.add_argument("--requests", type=int, default=400, help="requests of all crowds together")
     parser.add_argument("--distinct", type=int, default=40, help="different requests, each computed alone once")
     parser.add_argument("--prompt", type=int, default=200, help="longest prompt, in tokens")
     parser.add_argument("--output", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that measure the cost; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the results")
     add_engine_options(parser)
@@ -183,50 +228,51 @@ def main() -> None:
         compare(args)
 
 
+def told_alone(args: argparse.Namespace) -> tuple[list[Asked], list[str], EngineInfo]:
+    """The distinct requests, the digest of each one's answer alone, and the engine that gave them."""
+    stages = args.stages if on_cpu(args) else 1  # a CPU computes stages by other instructions than the whole model
+    with engine(args, deterministic=True, pp=stages, **ALONE) as (loop, info):
+        requests = drawn(args, info.vocab_size, [each.id for each in info.adapters])
+        crowd = {str(number): each for number, each in enumerate(requests)}
+        answers = Told(loop, crowd).answers  # one sequence runs at a time
+    return requests, [answers[name] for name in crowd], info
+
+
+def told_by(args: argparse.Namespace, crowd: Mapping[str, Asked], **options: Any) -> Told:
+    """The answers of an engine with these options."""
+    with engine(args, tp=args.ranks, pp=args.stages, **options) as (loop, _):
+        return Told(loop, crowd)
+
+
 def compare(args: argparse.Namespace) -> None:
-    """Run the requests alone and in crowds, print what differs, and measure the cost.
+    """Run the requests alone and in crowds, and print what differs.
 
     Raises SystemExit if a deterministic engine gave other bits.
     """
-    draw, report = random.Random(args.seed + 1), dict[str, Any](provenance())
-    with engine(args, deterministic=True, cache_gb=1.0, **ALONE) as (loop, info):
-        block_bytes, requests = 1e9 / info.num_blocks, drawn(args, info.vocab_size, [each.id for each in info.adapters])
-        report["precision"] = info.precision
-        alone = [Told(loop, {"0": each}).answers["0"] for each in requests]
-    print(f"{args.shape or args.model}, {info.precision}: {len(alone)} requests computed alone", flush=True)
-    kinds = crowds(args, block_bytes)
-    share, report["crowds"], wrong = -(-args.requests // len(kinds)), [], 0
-    for name, options in [*kinds.items(), ("not deterministic", {})]:
-        numbers = [draw.randrange(args.distinct) for _ in range(share)]
-        crowd = {f"{at}-{number}": requests[number] for at, number in enumerate(numbers)}
-        options = {"deterministic": name != "not deterministic", "tp": args.ranks, **options}
-        with engine(args, **options) as (loop, _):
-            told = Told(loop, crowd)
-        other = differing(told, alone, args.distinct)
-        wrong += other * (name != "not deterministic")
-        row = {"engine": name, "requests": share, "with other bits": other, "preemptions": told.preemptions}
-        report["crowds"].append(row | {"tokens found": told.cached})
+    draw, report, began = random.Random(args.seed + 1), dict[str, Any](provenance()), time.perf_counter()
+    requests, alone, info = told_alone(args)
+    report["precision"] = info.precision
+    print(f"{args.shape or args.model}, {info.precision}: {len(alone)} requests computed alone", end=", ")
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
+    kinds = crowds(args, 1e9 * ALONE["cache_gb"] / info.num_blocks)
+    counts, report["crowds"], wrong = shares(args.requests, kinds), [], 0
+    for name, count in [*counts.items(), ("not deterministic", min(counts.values()))]:
+        crowd = {}
+        for at in range(count):
+            number = draw.randrange(args.distinct)
+            crowd[f"{at}-{number}"] = requests[number]
+        own = kinds[name].options if name in kinds else {}
+        told = told_by(args, crowd, deterministic=name in kinds, **own)
+        other = differing(told, alone)
+        wrong += other * (name in kinds)
+        row = {"engine": name, "requests": count, "with other bits": other, "preemptions": told.preemptions}
+        report["crowds"].append(row | {"tokens found": told.cached, "seconds": round(told.seconds, 1)})
         print(", ".join(f"{key} {value}" for key, value in report["crowds"][-1].items()), flush=True)
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    crowd = {str(at): requests[at % args.distinct] for at in range(share)}
-    for _ in range(args.rounds):
-        for deterministic in rates:
-            cold = {"prefix_sharing": False, "host_cache_gb": 0.0}
-            with engine(args, deterministic=deterministic, tp=args.ranks, **cold) as (loop, _):
-                Told(loop, {"warm": requests[0]})
-                told = Told(loop, crowd)
-            rates[deterministic].append(told.tokens / told.seconds)
-    if args.rounds:
-        usual, own = (statistics.median(rates[kind]) for kind in (False, True))
-        ratios = [one / other for one, other in zip(rates[True], rates[False], strict=True)]
-        report["tokens a second"] = {"default": rates[False], "deterministic": rates[True]}
-        print(f"output tokens a second: {usual:.1f} by default, {own:.1f} deterministic, {own / usual:.3f} of it")
-        print(f"rounds: {min(ratios):.3f} to {max(ratios):.3f} of it")
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if wrong:
         raise SystemExit(f"{wrong} answers had other bits than alone")
-    print(f"{share * len(kinds)} answers had the bits that they have alone")
+    print(f"{sum(counts.values())} answers had the bits that they have alone")
 
 
 if __name__ == "__main__":

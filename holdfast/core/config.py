@@ -320,8 +320,8 @@ class CoreConfig:
     )
     deterministic_ranks: int | None = option(
         None,
-        "with deterministic on a CPU, give the same bits for every tp that divides this power of two, such as 8 for 1, "
-        "2, 4 and 8; each sum over ranks is cut into this number of parts, which take time; default: tp",
+        "with deterministic, give the same bits for every tp that divides this power of two, such as 8 for 1, 2, 4 and "
+        "8; each sum over ranks is cut into this number of parts, which take time; default: tp",
         between=(1, 64),
         executor="paged",
     )

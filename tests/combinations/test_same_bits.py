@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import Identity, SamplingParams
+from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.integer.library import library as own_library
-from tests.combinations.bench import Asked
+from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
+from tests.combinations.bench import Asked, Bench
 from tests.combinations.effects import EFFECTS, check_deterministic
-from tests.combinations.place import SMALL, Place
+from tests.combinations.place import BLOCK, SMALL, Answer, Place
 from tests.combinations.workload import Seen, Work, tokens
 from tests.compiled import integer_library
 
@@ -80,6 +85,51 @@ def test_the_chunks_of_a_prompt_and_its_batch_leave_all_bits_as_they_are(by_libr
         bench.close()
     assert sum(bench.cached.values()) > 0
     check_deterministic(Seen(features, bench, alone=by_library.alone(features).told(bench.asked)))
+
+
+def test_a_conversation_has_the_same_bits_after_a_restart_and_after_a_move_to_another_engine(
+    by_library: Place, tmp_path: Path
+) -> None:
+    """Each turn is at another engine. The second one finds state on the disk, and the third one fetches it."""
+    features = frozenset({"deterministic"})
+    options = SMALL | by_library.kind(features) | {"chunk_host": "127.0.0.1", "host_cache_gb": 0.002}
+    on_disk = {"disk_cache_dir": str(tmp_path), "disk_cache_gb": 0.01}
+    params = [replace(DRAWN, logprobs=2, temperature=temperature) for temperature in (0.0, 0.9)]
+    talks = [Asked(tokens(70 + number, 75 + 9 * number), each) for number, each in enumerate(params)]
+    asked, told, cached = dict[str, Asked](), dict[str, Answer](), dict[str, int]()
+
+    def turn(bench: Bench, place: str) -> None:
+        """The next turn of all talks."""
+        now = {f"{place}-{number}": each for number, each in enumerate(talks)}
+        bench.run(now)
+        bench.settle()
+        asked.update(now)
+        cached.update(bench.cached)
+        told.update({name: bench.answer_of(name) for name in now})
+        for number, (name, each) in enumerate(now.items()):
+            prompt = each.prompt + bench.tokens[name] + tokens(90 + len(asked) + number, 21)
+            talks[number] = replace(each, prompt=prompt)
+
+    with closing(by_library.start(options | on_disk)) as first:
+        turn(first, "first")
+    with closing(by_library.start(options | on_disk)) as second, closing(by_library.start(options)) as third:
+        turn(second, "second")
+        assert second.stats().prefix_hits_on_disk >= 8 * BLOCK
+        came = [moved(second, third, number, each.prompt) for number, each in enumerate(talks)]
+        turn(third, "third")
+    assert [cached[f"third-{number}"] for number in range(2)] == came and min(came) >= 6 * BLOCK
+    assert told == by_library.alone(features).told(asked)
+
+
+def moved(source: Bench, target: Bench, number: int, prompt: tuple[int, ...]) -> int:
+    """Fetch a prompt's blocks from another engine. Returns the number of tokens that have come."""
+    chain = block_digests(Identity().root(), prompt[: len(prompt) // BLOCK * BLOCK], BLOCK)
+    target.say(FetchChunks(number, chain, list(range(len(chain))), source.info.chunk_address, BLOCK))
+    both = [each for bench in (source, target) for each in bench.engine.handlers if isinstance(each, MoveHandler)]
+    target.until(lambda: bool(target.answer(number)) and not any(each.ready for each in both), source)
+    (answer,) = target.answer(number)
+    assert isinstance(answer, ChunksFetched)  # the source lacks the new tokens
+    return answer.tokens
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,18 @@ def test_adapters_drafts_and_tuning_on_two_gpus_give_the_tokens_and_losses_of_on
     assert lines[-1]["wrong"] == [] and lines[-1]["drafts_accepted"] > 10
 
 
+@pytest.mark.parametrize("layout", [("--ranks", "2"), ("--stages", "2")], ids=["tp2", "pp2"])
+def test_a_deterministic_engine_of_two_gpus_gives_the_bits_that_one_gives_to_a_request_alone(
+    layout: tuple[str, str],
+) -> None:
+    given = ["--shape", "dense", *layout, "--requests", "60", "--distinct", "10", "--output", "12"]
+    shared = ["--set", "devices=0,0"] if torch.cuda.device_count() == 1 else []
+    command = [sys.executable, "-m", "benchmarks.engine.same_bits", *given, *shared]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=ROOT)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    assert ended.stdout.splitlines()[-1] == "60 answers had the bits that they have alone"
+
+
 def test_a_killed_rank_ends_the_engine_within_a_second_and_leaves_no_memory_taken() -> None:
     lines = results_of("killed")
     [killed] = [line for line in lines if line["kind"] == "killed"]

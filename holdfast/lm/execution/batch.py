@@ -343,11 +343,13 @@ class Batch:
 
     def _write_mirror(self, plan: StepPlan) -> npt.NDArray[np.int64]:
         """Apply table writes to the host's copy of the tables. Returns the flat indices that changed."""
-        width = self._mirror.shape[1]
+        rows, width = self._mirror.shape
         places: list[int] = []
         entries: list[int] = []
         for row, start, blocks in plan.table_writes:
             stop = start + len(blocks)
+            if row >= rows:
+                raise ValueError(f"row {row} gets table entries; the batch has rows 0 to {rows - 1}")
             if stop > width:
                 raise ValueError(f"row {row} gets table entries up to {stop}; it has {width}")
             places += range(row * width + start, row * width + stop)

@@ -128,7 +128,7 @@ def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
     random tokens, back to back as in service, so upload, metadata, graphs and sampling count with the linear layers.
     The burst, by which heavy steps are faster after decodes, is measured last.
     """
-    limit, longest = device.max_step_tokens, _longest(device)
+    limit, longest = _most_tokens(device), _longest(device)
     between = (3 * query // 4 for query in powers(256, longest))
     queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
     cost = _attention_alone(device, name, queries)
@@ -175,7 +175,7 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
     that a decode adds time in proportion to its context, and that a larger step takes no less time than a smaller one.
     Only some of the padded sizes are timed; those between are interpolated.
     """
-    limit, longest = device.max_step_tokens, _longest(device)
+    limit, longest = _most_tokens(device), _longest(device)
     graphs = device.memory.graphs
     sizes = {limit, *(size for size in graphs[0].sizes.tokens if size < limit)} if graphs else set()
     timed = islice(powers(1, limit), 0, None, 2) if not graphs else graphs[0].sizes.sparse_tokens
@@ -249,6 +249,11 @@ def _chunks(device: TimedDevice, tokens: int) -> Spans:
     """The smallest number of segments that together have this many tokens."""
     longest = device.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
+
+
+def _most_tokens(device: TimedDevice) -> int:
+    """Largest number of tokens in a step: those of the longest sequences in all rows may be fewer than its limit."""
+    return min(device.max_step_tokens, device.config.most_sequences * device.model.spec.max_model_len)
 
 
 def _longest(device: TimedDevice) -> int:

@@ -1,4 +1,4 @@
-"""The two ways in which one kernel may overlap another: programmatic dependent launch, and a side stream."""
+"""Programmatic dependent launch and a side stream, by which kernels overlap, and the shared memory of a program."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 FIRST_CAPABILITY = (9, 0)
 """Lowest compute capability of GPUs with programmatic dependent launch (Hopper)."""
@@ -43,6 +44,15 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
     """
     if DEPENDENT:
         gdc_wait()
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on the device. A CPU has none."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 class SideStream:

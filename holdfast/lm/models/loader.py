@@ -123,7 +123,7 @@ def load(
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     how = quantization_of(config)
     if invariant:
-        check_same_bits(spec, device=device, ranks=ranks, stages=layout.pp)
+        check_same_bits(spec, device=device, ranks=ranks)
         options |= dict(invariant=True, ranks=ranks)
     if load_format == "random":
         return make_decoder(spec, random_source(spec, how, device), **options)

@@ -128,6 +128,8 @@ def test_plans_that_exceed_the_batch_are_refused() -> None:
         step(batch, segment(0, 0, (1,) * 33))
     with pytest.raises(ValueError, match="row 1 gets table entries up to 9; it has 8"):
         step(batch, segment(1, 0, (1,)), writes=(TableWrite(1, 7, (1, 2)),))
+    with pytest.raises(ValueError, match="row 4 gets table entries; the batch has rows 0 to 3"):
+        step(batch, segment(1, 0, (1,)), writes=(TableWrite(4, 0, (1,)),))
     with pytest.raises(ValueError, match="row 1 has no block for position 4"):
         step(batch, segment(1, 3, (1, 2)), writes=(TableWrite(1, 0, (1,)),))
 

@@ -107,6 +107,36 @@ def test_an_estimate_takes_few_steps_and_is_near_enough(made_up, monkeypatch, lo
             assert 1 / (1 + DEVIATIONS * cost.deviation) < ratio < 1 + DEVIATIONS * cost.deviation
 
 
+@pytest.mark.parametrize("longest", [1, 16, 100, 1024])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("captured", [False, True])
+def test_no_measured_step_has_more_rows_or_positions_than_the_engine(made_up, monkeypatch, longest, rows, captured):
+    """With few rows, a step of the longest sequences has fewer tokens than the limit."""
+    plans = []
+
+    def taken(device, steps):
+        plans.extend(steps)
+        return [step([(segment.start, segment.stop) for segment in plan.segments]) for plan in steps]
+
+    monkeypatch.undo()
+    monkeypatch.setattr(profile, "_taken", taken)
+    monkeypatch.setattr(profile, "_attention", lambda device, query, context: alone(query, context))
+    made_up.model.spec = SimpleNamespace(max_model_len=longest, vocab_size=1000)
+    made_up.memory.cache.num_blocks = 4
+    made_up.config.most_sequences = rows
+    made_up.memory.graphs = (SimpleNamespace(sizes=GraphSizes.of(rows, 2048)),) if captured else ()
+    for measure in (measure_cost, estimate_cost):
+        cost = measure(made_up, name="m")
+        assert cost.linear_tokens[-1] == min(2048, rows * longest)
+    assert max(plan.num_tokens for plan in plans) == min(2048, rows * longest)
+    for plan in plans:
+        writes = {write.row: len(write.blocks) for write in plan.table_writes}
+        for segment in plan.segments:
+            assert segment.row < rows and segment.stop <= longest
+            assert not writes or -(-segment.stop // 16) == writes[segment.row]
+        assert all(0 <= block < 4 for write in plan.table_writes for block in write.blocks)
+
+
 class PowerLimited:
     """The device and executor made up above, faster after lighter work."""
 

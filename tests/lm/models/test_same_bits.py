@@ -18,6 +18,7 @@ from holdfast.lm.kernels.integer.library import Library
 from holdfast.lm.kernels.integer.weight import IntegerWeight, pack_integers
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
+from holdfast.lm.models import same_bits as module
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NATIVE
@@ -59,10 +60,11 @@ def test_a_model_whose_bits_depend_on_the_batch_on_a_gpu_is_refused_by_name() ->
         check_same_bits(spec, device=CPU)
 
 
-def test_several_gpus_are_refused_by_name() -> None:
-    refused(spec_of(), "deterministic is on, and it is for 2 ranks: several GPUs have not been shown", ranks=2)
-    refused(spec_of(), "deterministic is on, and pp is 2: several GPUs have not been shown", stages=2)
-    check_same_bits(spec_of(), device=CPU, stages=2)
+def test_ranks_on_gpus_take_a_plain_decoder_whose_sums_they_can_share() -> None:
+    check_same_bits(spec_of(), device=CUDA, ranks=2)
+    refused(spec_of(), "deterministic_ranks is 8, and LlamaForCausalLM has 4 query heads, which have no 8", ranks=8)
+    mixture = spec_of("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    refused(mixture, "deterministic_ranks is 2, and Qwen3MoeForCausalLM is not among the models whose sums", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,16 @@ def test_ranks_that_cannot_share_sums_alike_are_refused_by_name(
     spec = spec_of(architecture, **given)
     refused(spec, f"deterministic_ranks is {ranks}, and {reason}", CPU, ranks=ranks)
     check_same_bits(spec, device=CPU)
+
+
+def test_the_arithmetic_of_a_gpu_names_it_and_the_kernels_and_the_order_of_their_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(module, "version", {"triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(module, "GPU_ORDER", 7)
+    assert arithmetic_of(CUDA, ranks=1, one_by_one=False) == "NVIDIA H200 by Triton 3.6.0, order 7"
+    assert arithmetic_of(CUDA, ranks=4, one_by_one=False) == "NVIDIA H200 by Triton 3.6.0, order 7, for 4 ranks"
 
 
 def test_plain_decoders_and_mixtures_are_served_on_a_gpu() -> None:

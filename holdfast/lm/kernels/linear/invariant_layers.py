@@ -14,6 +14,7 @@ from holdfast.lm.kernels.linear.experts.launches import fixed_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.invariant_product import (
     Multiplied,
+    gated_product,
     order_on_ranks,
     partial_products,
     product,
@@ -52,10 +53,14 @@ class InvariantLayerOps(FusedLayerOps):
             read = self.computed(x)
             return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
         read, own = self.computed(x), _multiplied(weight)
-        order = order_on_ranks(own.shape, read.dtype) if self._slices else None
+        order = order_on_ranks(own, read.dtype) if self._slices else None
         return product(read, own, bias, processors=self._processors, order=order)
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
+        if self.shape.activation == "silu" and self.shape.gated and not isinstance(weight, StackedWeight):
+            read = self.computed(x)
+            found = gated_product(read, _multiplied(weight), bias)
+            return self.gate(self.linear(read, weight, bias)) if found is None else found
         return self.gate(self.linear(x, weight, bias))
 
     def add_linear_norm(
@@ -91,7 +96,8 @@ class InvariantLayerOps(FusedLayerOps):
         """`add_linear_norm` with sums that are cut for several ranks. Raises TypeError for adapters, which are not."""
         if change is not None or self.shape.layer_norm:
             raise TypeError("adapters and layer norms have no sums whose bits are the same on any number of ranks")
-        added = sum_over_devices(slice_products(x, _multiplied(weight), self._slices), self.group)
+        slices = slice_products(x, _multiplied(weight), self._slices, processors=self._processors)
+        added = sum_over_devices(slices, self.group)
         if out_norm is None and len(norm):
             return self._normed(stream, added[None], bias, norm)
         if bias is not None:

@@ -4,18 +4,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 
+from holdfast.lm.kernels.launch import (
+    dependent_launch_options,
+    launch_dependents,
+    shared_bytes,
+    wait_for_previous,
+)
 from holdfast.lm.kernels.linear.packed_tile import packed_constants, packed_tile
+from holdfast.lm.kernels.linear.skinny_gemm import (
+    FEW,
+    FEW_TOKENS,
+    FEW_TOKENS_DEEP,
+    LEAST_ROW_BYTES,
+    MANY_OUTPUTS,
+    MORE_TOKENS,
+    MORE_TOKENS_CUT,
+    SkinnyLaunch,
+    skinny_gemm,
+)
 from holdfast.lm.kernels.packed import PackedWeight
 
 BLOCK_M, BLOCK_N = 64, 128
-"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order."""
+"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order (`adds_alike`)."""
 PROGRAMS = 264
 """Programs into which a product with few tokens is cut: two for each processor of an H100. The number decides the order
 of sums, so it is the same on all devices."""
@@ -23,10 +41,33 @@ MOST_PARTS, LEAST_STEPS = 8, 4
 """Largest number of parts of a sum, and fewest steps of a part."""
 LEAST_STEP = 16
 """Fewest inputs of a tensor core's tile."""
+PLAIN_UNIT, PLAIN_PART, LEAST_PLAIN_PART = 128, 4096, 512
+"""For plain weights of 16 bits, inputs of which a part has a multiple, and the most and fewest of a part."""
+PLAIN_OUTPUTS, PLAIN_PROGRAMS = 64, 128
+"""Outputs of a program with few tokens, and the number of programs that fill a device: they decide how sums are cut."""
+LARGE_SHARE = 1.5
+"""Number of programs for each processor from which tiles of twice as many outputs are faster."""
+FEW_ROWS = 64
+"""Largest number of tokens for which `skinny_gemm` reads plain weights. It gives the bits of `product_kernel`."""
 ADDED_AT_A_TIME = 1024
 
 Multiplied = torch.Tensor | PackedWeight
 """A weight [N, K] that `product` reads."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a product that one program computes, and how it is compiled. It does not change the bits."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+    """Steps of the tile that are in flight at once, if the shared memory has room for them."""
+
+    def stages_within(self, shared: int, step_bytes: int) -> int:
+        """Number of steps that fit these bytes. A step has `step_bytes` for each row and output."""
+        return max(1, min(self.num_stages, shared // ((self.rows + self.outputs) * step_bytes)))
 
 
 @dataclass(frozen=True)
@@ -40,9 +81,24 @@ class SumOrder:
     parts: int
 
 
-def order_of(shape: torch.Size, dtype: torch.dtype) -> SumOrder:
-    """The order for a weight of shape [N, K], read by activations of this type. It depends on nothing else."""
-    outputs, inputs = shape
+def order_of(weight: Multiplied, dtype: torch.dtype, *, added: bool = False) -> SumOrder:
+    """The order for a weight [N, K], read by activations of this type. It depends on nothing else.
+
+    `added`: who reads the parts of a sum adds them up at no extra cost, so plain weights are cut as for few tokens.
+    """
+    outputs, inputs = weight.shape
+    if not is_plain(weight, dtype):
+        return _order_of_packed(outputs, inputs, dtype)
+    parts = 1
+    if added:
+        wanted = max(round(PLAIN_PROGRAMS / triton.cdiv(outputs, PLAIN_OUTPUTS)), triton.cdiv(inputs, PLAIN_PART))
+        parts = max(1, min(MOST_PARTS, wanted, inputs // LEAST_PLAIN_PART))
+    size = triton.cdiv(triton.cdiv(inputs, PLAIN_UNIT), parts) * PLAIN_UNIT
+    return SumOrder(64, size, triton.cdiv(inputs, size))
+
+
+def _order_of_packed(outputs: int, inputs: int, dtype: torch.dtype) -> SumOrder:
+    """`order_of` a weight that is packed, or read by float32."""
     step = 64 if dtype.itemsize == 2 else 32
     steps, tiles = triton.cdiv(inputs, step), triton.cdiv(outputs, BLOCK_N)
     parts = max(1, min(MOST_PARTS, PROGRAMS // tiles, steps // LEAST_STEPS))
@@ -50,7 +106,22 @@ def order_of(shape: torch.Size, dtype: torch.dtype) -> SumOrder:
     return SumOrder(step, size, triton.cdiv(inputs, size))
 
 
-def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> SumOrder:
+def is_plain(weight: Multiplied, dtype: torch.dtype) -> bool:
+    """Whether a weight and its input are plain numbers of 16 bits, on a device that adds up all tiles alike."""
+    return isinstance(weight, torch.Tensor) and dtype.itemsize == 2 and adds_alike(weight.device)
+
+
+@cache
+def adds_alike(device: torch.device) -> bool:
+    """Whether a sum over 16-bit numbers has the same bits in any tile, and with x and weight in each other's place.
+
+    It was measured on an H200, for bfloat16 and the weights of Llamas (benchmarks/kernels/invariant_gpu.py). On other
+    kinds of GPUs, all products have one tile.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def order_on_ranks(weight: Multiplied, dtype: torch.dtype, slices: int = 0) -> SumOrder:
     """The order for a device's part [N, K] of a weight, which is the same for any number of devices.
 
     `slices` is the number of slices in the part, of those into which the inputs of the whole weight are cut. 0: the
@@ -58,9 +129,9 @@ def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> Su
 
     Raises ValueError for slices that tensor cores cannot take.
     """
-    inputs = shape[1]
+    inputs = weight.shape[1]
     if not slices:
-        return order_of(torch.Size((1, inputs)), dtype)
+        return order_of(weight, dtype) if is_plain(weight, dtype) else _order_of_packed(1, inputs, dtype)
     size = inputs // slices
     step = gcd(size, 64 if dtype.itemsize == 2 else 32)
     if size * slices != inputs or step < LEAST_STEP:
@@ -68,26 +139,62 @@ def order_on_ranks(shape: torch.Size, dtype: torch.dtype, slices: int = 0) -> Su
     return SumOrder(step, size, slices)
 
 
+@triton.jit
+def part_of_tile(
+    x_at, there, weight, weight_at, weight_stride_k, scale, extra, unit, read, inputs, begin, end,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_M, BLOCK_N] of one part of a tile of `product_kernel`: its steps from `begin` to `end`."""
+    step = tl.arange(0, BLOCK_K)
+    added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for number in range(begin, end):
+        at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
+        if FEW:
+            own = tl.load(x_at + at[None, :], mask=there & (at < inputs)[None, :], other=0.0)
+        elif EVEN:
+            own = tl.load(x_at + at[None, :])
+        else:
+            own = tl.load(x_at + at[None, :], mask=(at < inputs)[None, :], other=0.0)
+        if FORM > 0:
+            tile_of_weight = packed_tile(
+                weight, scale, extra, read, number * BLOCK_K, inputs,
+                FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN,
+            )  # fmt: skip
+            numbers = tl.trans(tile_of_weight.to(own.dtype))
+        elif EVEN:
+            numbers = tl.load(weight_at + at[:, None] * weight_stride_k)
+        else:
+            numbers = tl.load(weight_at + at[:, None] * weight_stride_k, mask=(at < inputs)[:, None], other=0.0)
+        added = tl.dot(own, numbers, added, input_precision="ieee")
+    if unit is not None:
+        added *= tl.load(unit + read)[None, :]
+    return added
+
+
 @triton.jit(do_not_specialize=["rows", "steps", "parts"])
 def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
-    cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. With a FORM, the
-    weight is a `PackedWeight`, whose numbers are rounded to the type of x, and whose units multiply each part.
+    cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
+    all rows, and reads no more. ONE: a program adds up one part. With a FORM, the weight is a `PackedWeight`, whose
+    numbers are rounded to the type of x, and whose units multiply each part.
     """
+    launch_dependents(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     row = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    step = tl.arange(0, BLOCK_K)
-    # Tiles at the edge read a row or an output again in place of one that is not there, and do not write it.
+    # Tiles at the edge read a row or an output again in place of one that is not there, and do not write it. If there
+    # is one tile of rows, it reads weights for few of them, and reading rows again would take as long.
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride
     read = tl.minimum(output, outputs - 1)
     weight_at = weight + read.to(tl.int64)[None, :] * weight_stride_n
@@ -95,29 +202,23 @@ def product_kernel(
     if APART:
         first_part = tl.program_id(1)
         stop_part = first_part + 1
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for part in range(first_part, stop_part):
-        added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for number in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(inputs, BLOCK_K))):
-            at = number * BLOCK_K + step  # the compiler sees that it begins at whole steps, and copies ahead
-            if EVEN:
-                own = tl.load(x_at + at[None, :])
-            else:
-                own = tl.load(x_at + at[None, :], mask=(at < inputs)[None, :], other=0.0)
-            if FORM > 0:
-                tile_of_weight = packed_tile(
-                    weight, scale, extra, read, number * BLOCK_K, inputs,
-                    FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN,
-                )  # fmt: skip
-                numbers = tl.trans(tile_of_weight.to(own.dtype))
-            elif EVEN:
-                numbers = tl.load(weight_at + at[:, None] * weight_stride_k)
-            else:
-                numbers = tl.load(weight_at + at[:, None] * weight_stride_k, mask=(at < inputs)[:, None], other=0.0)
-            added = tl.dot(own, numbers, added, input_precision="ieee")
-        if unit is not None:
-            added *= tl.load(unit + read)[None, :]
-        total += added
+    there = (row < rows)[:, None]
+    wait_for_previous(DEPENDENT)
+    all_steps = tl.cdiv(inputs, BLOCK_K)
+    if ONE:  # a second sum would take as many registers
+        total = part_of_tile(
+            x_at, there, weight, weight_at, weight_stride_k, scale, extra, unit, read, inputs,
+            first_part * steps, tl.minimum((first_part + 1) * steps, all_steps),
+            FORM, GROUP, SCALE_ROWS, EVEN, FEW, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for part in range(first_part, stop_part):
+            total += part_of_tile(
+                x_at, there, weight, weight_at, weight_stride_k, scale, extra, unit, read, inputs,
+                part * steps, tl.minimum((part + 1) * steps, all_steps),
+                FORM, GROUP, SCALE_ROWS, EVEN, FEW, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     held = (row < rows)[:, None] & (output < outputs)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]
     if APART:
@@ -128,8 +229,10 @@ def product_kernel(
 
 
 @triton.jit(do_not_specialize=["parts", "count"])
-def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.constexpr):
+def add_parts_kernel(partials, bias, out, parts, count, outputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """out = the sums of partials [parts, count] and a bias [outputs] for each row. Program (some numbers)."""
+    launch_dependents(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < count
     total = tl.zeros([BLOCK], tl.float32)
@@ -155,18 +258,32 @@ def product(
     A row's bits do not depend on the others, nor on `processors`, the number of them that the launch is to fill.
     `order` is by default that of `order_of`.
     """
-    order = order or order_of(weight.shape, x.dtype)
+    order = order or order_of(weight, x.dtype)
     out = x.new_empty(len(x), weight.shape[0])
     if not out.numel():
         return out
     if not cuts(x, weight, processors, order):
-        _launch(x, weight, bias, out, order, apart=False)
+        _launch(x, weight, bias, out, order, apart=False, processors=processors)
         return out
     partials = partial_products(x, weight, processors=processors, order=order)
     blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
     add_parts_kernel[(blocks,)](
-        partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4
-    )
+        partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4,
+        **dependent_launch_options(out.device),
+    )  # fmt: skip
+    return out
+
+
+def gated_product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """silu(gate) * up of x [T, K] times weight [2 N, K], first gate and then up, plus bias [2 N]: [T, N].
+
+    It has the bits of `product` and then `silu_mul`. None for weights, or numbers of rows, without such a kernel.
+    """
+    launch = skinny_launch(x, weight, order_of(weight, x.dtype))
+    if launch is None or not isinstance(weight, torch.Tensor):
+        return None
+    out = x.new_empty(len(x), weight.shape[0] // 2)
+    skinny_gemm(x, weight, bias, out[None], launch, gated=True, fixed=True)
     return out
 
 
@@ -176,32 +293,75 @@ def partial_products(
     """Partial sums [P, T, N] float32 of x [T, K] times weight [N, K] transposed, to be added up from zero in order.
 
     P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way. `order` is by
-    default that of `order_of`.
+    default that of `order_of`, for parts that the reader adds up.
     """
-    order = order or order_of(weight.shape, x.dtype)
+    order = order or order_of(weight, x.dtype, added=True)
     apart = cuts(x, weight, processors, order)
     out = x.new_empty(order.parts if apart else 1, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, order, apart=apart)
+        _launch(x, weight, None, out, order, apart=apart, processors=processors)
     return out
 
 
-def slice_products(x: torch.Tensor, weight: Multiplied, slices: int) -> torch.Tensor:
+def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, processors: int) -> torch.Tensor:
     """Products [slices, T, N] float32 of x [T, K] with equal slices of the inputs of weight [N, K].
 
     See `order_on_ranks` for errors.
     """
-    order = order_on_ranks(weight.shape, x.dtype, slices)
+    order = order_on_ranks(weight, x.dtype, slices)
     out = x.new_empty(slices, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, order, apart=True)
+        _launch(x, weight, None, out, order, apart=True, processors=processors)
     return out
 
 
 def cuts(x: torch.Tensor, weight: Multiplied, processors: int, order: SumOrder) -> bool:
     """Whether different programs add up the parts of each sum."""
     tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
-    return tiles < processors and order.parts > 1
+    return order.parts > 1 and (tiles < processors or skinny_launch(x, weight, order) is not None)
+
+
+def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder) -> SkinnyLaunch | None:
+    """The launch of `skinny_gemm` with this order of sums; None if `product_kernel` computes them.
+
+    Tuned on an H200 (benchmarks/kernels/invariant_gpu.py).
+    """
+    rows, inputs = x.shape
+    if not is_plain(weight, x.dtype) or not 0 < rows <= FEW_ROWS or 2 * inputs < LEAST_ROW_BYTES:
+        return None
+    assert isinstance(weight, torch.Tensor)
+    if weight.stride(1) != 1 or x.stride(1) != 1:
+        return None
+    outputs, launch = weight.shape[0], FEW_TOKENS_DEEP
+    if order.parts == 1 and outputs >= MANY_OUTPUTS:
+        launch = FEW_TOKENS if rows <= FEW else MORE_TOKENS
+    elif order.parts > 1 and rows > FEW:
+        programs = triton.cdiv(outputs, FEW_TOKENS.block_n) * order.parts
+        launch = FEW_TOKENS if programs <= PLAIN_PROGRAMS else MORE_TOKENS_CUT
+    launch = replace(launch, parts=order.parts)
+    return launch if order.parts == 1 or launch.part_length(inputs) == order.size else None
+
+
+def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, processors: int, parts: int = 1) -> Tile:
+    """The tile of `product_kernel`, whose sums are cut into `parts` programs.
+
+    It is the same for any number of rows where it may decide the bits. Tuned on an H200
+    (benchmarks/kernels/invariant_gpu.py).
+    """
+    if dtype.itemsize > 2:
+        return Tile(BLOCK_M, BLOCK_N, 4, 1)
+    if not is_plain(weight, dtype):
+        return Tile(BLOCK_M, BLOCK_N, 4 if isinstance(weight, torch.Tensor) else 8, 4)
+    outputs = weight.shape[0]
+
+    def programs(tile: Tile) -> int:
+        return -(-rows // tile.rows) * -(-outputs // tile.outputs) * parts
+
+    small, deep = Tile(BLOCK_M, BLOCK_N, 4, 4), Tile(BLOCK_M, BLOCK_N, 4, 6)
+    if rows <= BLOCK_M or programs(small) <= processors:
+        return deep if programs(small) <= processors else small
+    middle, large = Tile(2 * BLOCK_M, BLOCK_N, 8, 4), Tile(2 * BLOCK_M, 2 * BLOCK_N, 8, 4)
+    return large if programs(large) >= LARGE_SHARE * processors else middle
 
 
 def _launch(
@@ -212,9 +372,22 @@ def _launch(
     order: SumOrder,
     *,
     apart: bool,
+    processors: int,
+    tile: Tile | None = None,
 ) -> None:
+    """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
+
+    `tile` is by default that of `tile_for`, where `skinny_gemm` does not
+    compute the product.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    own = tile is not None or (order.parts > 1 and not apart)
+    few = None if own else skinny_launch(x, weight, order)
+    if few is not None and isinstance(weight, torch.Tensor):
+        skinny_gemm(x, weight, bias, out if apart else out.view(1, len(x), -1), few, fixed=True)
+        return
     (outputs, inputs), rows = weight.shape, len(x)
-    packed = isinstance(weight, PackedWeight)
     stored: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedWeight):
         stored = weight.data, weight.factors, weight.extra, weight.unit
@@ -222,10 +395,10 @@ def _launch(
     else:
         stored, strides = (weight, None, None, None), (weight.stride(0), weight.stride(1))
         form = dict(FORM=0, GROUP=1, SCALE_ROWS=1)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
-    product_kernel[(tiles, order.parts if apart else 1)](
+    parts = order.parts if apart else 1
+    tile = tile or tile_for(rows, weight, x.dtype, processors=processors, parts=parts)
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+    product_kernel[(tiles, parts)](
         x,
         *stored,
         bias,
@@ -240,11 +413,14 @@ def _launch(
         **form,
         APART=apart,
         EVEN=inputs % order.step == 0,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        FEW=rows <= tile.rows,
+        ONE=apart or order.parts == 1,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
         BLOCK_K=order.step,
-        num_warps=8 if packed else 4,
-        num_stages=4 if x.element_size() == 2 else 1,
+        num_warps=tile.num_warps,
+        num_stages=tile.stages_within(shared_bytes(x.device), order.step * x.element_size()),
+        **dependent_launch_options(x.device),
         # Else a part times its units might be added to the others without being rounded, where one program adds them.
         enable_fp_fusion=stored[3] is None,
     )

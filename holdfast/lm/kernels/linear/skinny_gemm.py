@@ -134,13 +134,16 @@ def skinny_gemm(
     added: bool = False,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    fixed: bool = False,
 ) -> None:
     """Write x [T, K] times weight [N, K] transposed, plus bias, to out [parts, T, N] of any float dtype.
 
     With several parts, each holds the sum over its piece of the inputs, and bias must be None. With `gated`, weight and
     bias have 2 N rows, first gate and then up, and out is silu(gate) * up. With `added`, the result is added to out,
     which has one part. With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm,
-    without rounding. An FP8 weight also takes only one token; for more, see `fp8_linear.fp8_skinny_gemm`.
+    without rounding. An FP8 weight also takes only one token; for more, see `fp8_linear.fp8_skinny_gemm`. `fixed`: a
+    row's bits do not depend on the number of rows, so one token is computed as several are, and gate and up are rounded
+    to out's dtype first, as they are where another kernel multiplies them.
     """
     data, scale = (weight, None) if isinstance(weight, torch.Tensor) else (weight.data, weight.scale)
     rows, inputs = x.shape
@@ -163,7 +166,8 @@ def skinny_gemm(
         eps,
         GATED=gated,
         ADDED=added,
-        BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        ROUNDED=fixed,
+        BLOCK_M=1 if rows == 1 and not fixed else max(16, triton.next_power_of_2(rows)),
         **block_constants(weight),
         **launch.options(inputs),
         **dependent_launch_options(x.device),
@@ -195,17 +199,18 @@ def block_constants(weight: torch.Tensor | Fp8Weight | Fp8BlockWeight) -> dict[s
 def skinny_gemm_kernel(
     x, norm, weight, scale, bias, out, rows, outputs, inputs, part_length,
     x_stride, weight_stride, out_stride_part, out_stride, eps,
-    GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, ADDED: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [rows, inputs] times weight transposed, for a few rows. Program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. With GATED, the weight
     has 2 * outputs rows, first gate and then up; a program takes rows of both in turns, and the result is silu(gate) *
-    up. With ADDED, the result is added to `out`. With a `norm`, for one token in one part, x is replaced by its RMS
-    norm times `norm`. The scale of the RMS norm is a factor of the result, known once all of x is read. With a `scale`
-    [rows of weight], for one token, the weight is FP8, and each row of the result is multiplied by its scale. With a
-    GROUP, `scale` [rows of weight / SCALE_ROWS, inputs / GROUP] is that of blocks.
+    up, with ROUNDED both in the dtype of `out`. With ADDED, the result is added to `out`. With a `norm`, for one token
+    in one part, x is replaced by its RMS norm times `norm`. The scale of the RMS norm is a factor of the result, known
+    once all of x is read. With a `scale` [rows of weight], for one token, the weight is FP8, and each row of the result
+    is multiplied by its scale. With a GROUP, `scale` [rows of weight / SCALE_ROWS, inputs / GROUP] is that of blocks.
     """
     if BLOCK_M > 1:
         launch_dependents(DEPENDENT)
@@ -262,6 +267,8 @@ def skinny_gemm_kernel(
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)[:, None]
     if GATED:
+        if ROUNDED:
+            result = result.to(out.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(result, (TAKEN, 2, BLOCK_M)), (0, 2, 1)))
         result = gate / (1.0 + tl.exp(-gate)) * up
     n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)

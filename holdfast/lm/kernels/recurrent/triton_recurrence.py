@@ -8,10 +8,9 @@ from functools import cached_property, partial
 
 import torch
 import triton
-from triton.runtime import driver
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.launch import SideStream
+from holdfast.lm.kernels.launch import SideStream, shared_bytes
 from holdfast.lm.kernels.recurrent.chunk_kernels import output_kernel, prepare_kernel, scan_kernel
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
 from holdfast.lm.kernels.recurrent.gate_kernels import gated_norm_kernel, gates_kernel
@@ -322,11 +321,3 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
 def padded(size: int) -> int:
     """The number of elements of a kernel's block that holds `size` of them: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(size)))
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on the device. A CPU has none."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -23,6 +23,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setattr(module, "BLOCK_M", 8)
         monkeypatch.setattr(module, "BLOCK_N", 16)
+        monkeypatch.setattr(module, "LEAST_PLAIN_PART", 128)
+        monkeypatch.setattr(module, "adds_alike", lambda device: True)
+        monkeypatch.setattr(module, "FEW_ROWS", 0)  # NumPy adds up tiles of other sizes in other orders
 
 
 class Half:
@@ -75,6 +78,19 @@ def test_a_layer_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
     for rows in (slice(0, 1), slice(8, 9), slice(2, 7), slice(TOKENS)):
         for found, expected in zip(half.compute(ops, rows), whole, strict=True):
             assert torch.equal(found, expected[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_first_norm_of_a_stage_is_that_at_the_end_of_the_layer_before(
+    dtype: torch.dtype, ranks: int, device: str
+) -> None:
+    """A stage receives the stream alone. On one device, the norm is computed as the layer before adds to the stream."""
+    half = Half(device, dtype, biased=False, activation="silu", out_norm=False, inner=256)
+    ops = InvariantLayerOps(half.shape, ranks=ranks)
+    for rows in (slice(0, 1), slice(TOKENS)):
+        stream, normed = half.compute(ops, rows)
+        assert torch.equal(ops.norm(stream, half.norms[1]), normed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import product as product_of
+
 import pytest
 import torch
 
 from holdfast.lm.kernels.linear import invariant_product as module
+from holdfast.lm.kernels.linear.fused_layers import silu_mul
 from holdfast.lm.kernels.linear.invariant_product import (
     SumOrder,
+    Tile,
     cuts,
+    gated_product,
     order_of,
     order_on_ranks,
     partial_products,
     product,
+    skinny_launch,
     slice_products,
+    tile_for,
 )
 from holdfast.lm.kernels.linear.rank_sums import tree_sum
 from holdfast.lm.kernels.packed import Form
@@ -29,6 +36,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setattr(module, "BLOCK_M", 8)
         monkeypatch.setattr(module, "BLOCK_N", 16)
+        monkeypatch.setattr(module, "LEAST_PLAIN_PART", 128)
+        monkeypatch.setattr(module, "adds_alike", lambda device: True)
+        monkeypatch.setattr(module, "FEW_ROWS", 0)  # NumPy adds up tiles of other sizes in other orders
 
 
 def drawn(
@@ -58,8 +68,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others_cut_or_not(
 ) -> None:
     """Cut products are added up by their readers, and the norm's kernel adds them as this test does."""
     x, weight, bias = drawn(19, 33, inputs, device, dtype)
-    order = order_of(weight.shape, dtype)
-    assert order.parts > 1 and cuts(x, weight, MANY, order) and not cuts(x, weight, FEW, order)
+    order = order_of(weight, dtype, added=True)
+    assert order.parts > 1 and cuts(x, weight, MANY, order)
+    assert not cuts(x, weight, FEW, order) or device == "cuda"
     wanted = product(x, weight, bias, processors=FEW)
     sums = partial_products(x, weight, processors=FEW)[0]
     for begin, end in ((0, 19), (3, 4), (0, 8), (5, 18), (18, 19)):
@@ -79,7 +90,7 @@ def check_packed(form: Form, outputs: int, inputs: int, rows: int, device: str, 
     exact = x.double() @ plain.t() + bias.double()
     assert (wanted.double() - exact).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * exact.norm()
     sums = partial_products(x, weight, processors=FEW)[0]
-    assert cuts(x[:1], weight, MANY, order_of(weight.shape, dtype))
+    assert cuts(x[:1], weight, MANY, order_of(weight, dtype))
     for begin, end in ((0, rows), (3, 4), (0, 8), (rows - 1, rows)):
         for processors in (FEW, MANY):
             assert torch.equal(product(x[begin:end], weight, bias, processors=processors), wanted[begin:end])
@@ -110,13 +121,13 @@ def test_compiled_products_of_packed_weights_have_the_same_bits_for_any_number_o
 def check_slices(x: torch.Tensor, weight: torch.Tensor) -> None:
     """Sums have the same bits however many devices have the slices, and whatever rows are with them."""
     inputs = weight.shape[1]
-    wanted = tree_sum(slice_products(x, weight, 8))
+    wanted = tree_sum(slice_products(x, weight, 8, processors=MANY))
     exact = x.double() @ weight.double().t()
     assert (wanted.double() - exact).norm() < 1e-5 * exact.norm() or x.dtype != torch.float32
     for devices in (2, 4, 8):
         size = inputs // devices
         own = [slice(at, at + size) for at in range(0, inputs, size)]
-        parts = [tree_sum(slice_products(x[3:, each], weight[:, each], 8 // devices)) for each in own]
+        parts = [tree_sum(slice_products(x[3:, each], weight[:, each], 8 // devices, processors=FEW)) for each in own]
         assert torch.equal(tree_sum(torch.stack(parts)), wanted[3:])
 
 
@@ -125,9 +136,9 @@ def test_slices_are_added_alike_on_any_number_of_devices(dtype: torch.dtype, dev
     x, weight, _ = drawn(11, 40, 8 * 48, device, dtype)
     check_slices(x, weight)
     # The outputs that a device has decide nothing.
-    order = order_on_ranks(weight.shape, dtype)
+    order = order_on_ranks(weight, dtype)
     whole = product(x, weight, None, processors=MANY, order=order)
-    part = product(x, weight[10:20], None, processors=FEW, order=order_on_ranks(weight[10:20].shape, dtype))
+    part = product(x, weight[10:20], None, processors=FEW, order=order_on_ranks(weight[10:20], dtype))
     assert torch.equal(whole[:, 10:20], part)
 
 
@@ -135,7 +146,7 @@ def test_inputs_without_equal_slices_are_refused(device: str) -> None:
     for inputs, slices in ((8 * 40, 8), (100, 8)):
         x, weight, _ = drawn(2, 8, inputs, device)
         with pytest.raises(ValueError, match=f"{inputs} inputs have no {slices} equal slices of a multiple of 16"):
-            slice_products(x, weight, slices)
+            slice_products(x, weight, slices, processors=FEW)
 
 
 @pytest.mark.gpu
@@ -153,17 +164,93 @@ def test_no_rows_give_no_rows(device: str) -> None:
 
 def test_the_order_of_a_sum_depends_on_the_weight_and_its_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
 
-    def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> SumOrder:
-        return order_of(torch.Size((outputs, inputs)), dtype)
+    def order(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16, *, added: bool = True) -> SumOrder:
+        return order_of(torch.empty(outputs, inputs, dtype=dtype, device="meta"), dtype, added=added)
 
     for outputs, inputs in ((4096, 4096), (4096, 14336), (128256, 4096), (6144, 4096), (576, 576), (64, 10)):
-        for dtype in (torch.bfloat16, torch.float32):
-            found = order(outputs, inputs, dtype)
+        for dtype, added in product_of((torch.bfloat16, torch.float32), (False, True)):
+            found = order(outputs, inputs, dtype, added=added)
             assert found.size % found.step == 0
             assert (found.parts - 1) * found.size < inputs <= found.parts * found.size
             assert found.parts == 1 or found.size >= module.LEAST_STEPS * found.step
-    assert order(4096, 14336).parts > 1 and order(128256, 4096).parts == 1
+            assert found.parts == 1 or added or dtype == torch.float32
+    assert order(4096, 14336).parts > 1 and order(128256, 4096, added=False).parts == 1
+
+
+def test_few_rows_of_plain_weights_are_computed_by_the_skinny_kernel_in_the_same_parts(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
+    for outputs, inputs in ((40, 2048), (70, 1000)):
+        x, weight, bias = drawn(5, outputs, inputs, device, torch.float16)
+        order = order_of(weight, x.dtype, added=True)
+        launch = skinny_launch(x, weight, order)
+        assert launch is not None and launch.parts == order.parts and launch.part_length(inputs) == order.size
+        exact = x.double() @ weight.double().t()
+        partials = partial_products(x, weight, processors=FEW)
+        assert len(partials) == order.parts
+        for part in range(order.parts):
+            own = slice(part * order.size, (part + 1) * order.size)
+            wanted = x[:, own].double() @ weight[:, own].double().t()
+            torch.testing.assert_close(partials[part].double(), wanted, rtol=1e-4, atol=1e-4)
+        found = product(x, weight, bias, processors=FEW)
+        torch.testing.assert_close(found.double(), exact + bias.double(), rtol=2e-3, atol=2e-3)
+        gated = gated_product(x, weight, bias)
+        assert gated is not None
+        assert torch.equal(gated, silu_mul(found))
+    row, weight, _ = drawn(1, 40, 2048, device, torch.float16)
+    three = product(torch.cat([row] * 3), weight, None, processors=FEW)
+    assert torch.equal(product(row, weight, None, processors=FEW), three[:1])
+
+
+def test_a_tile_has_programs_for_the_device_and_stages_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
+
+    def tile(rows: int, outputs: int, parts: int = 1) -> tuple[int, int]:
+        weight = torch.empty(outputs, 4096, dtype=torch.bfloat16, device="meta")
+        found = tile_for(rows, weight, torch.bfloat16, processors=132, parts=parts)
+        return found.rows, found.outputs
+
+    assert [tile(1, 128_256), tile(128, 6144), tile(128, 4096, 2)] == [(64, 128)] * 3
+    assert [tile(128, 28_672), tile(256, 4096, 4), tile(2048, 3072)] == [(128, 128)] * 3
+    assert tile(2048, 28_672) == (128, 256)
+    large = Tile(128, 256, 8, 4)
+    assert [large.stages_within(shared, 128) for shared in (232_448, 166_912, 101_376, 9)] == [4, 3, 2, 1]
+
+
+def test_other_kinds_of_gpus_have_one_tile_and_one_kernel_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: False)
+    x, weight, _ = drawn(5, 40, 4096, device, torch.float16)
+    order = order_of(weight, x.dtype)
+    assert order == order_of(weight, x.dtype, added=True) and order.parts == 8
+    assert skinny_launch(x, weight, order) is None and gated_product(x, weight, None) is None
+    tiles = {tile_for(rows, weight, x.dtype, processors=132, parts=parts) for rows in (1, 65, 4096) for parts in (1, 8)}
+    assert tiles == {Tile(64, 128, 4, 4)}
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (9, 0))
+    found = [module.adds_alike.__wrapped__(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu")]
+    assert found == [True, False, False]
+
+
+def test_the_skinny_kernel_computes_no_other_products(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "adds_alike", lambda device: True)
+    x, weight, _ = drawn(5, 40, 2048, device, torch.float16)
+    order = order_of(weight, x.dtype, added=True)
+    for rows, own in ((x[:0], weight), (x, weight.t().contiguous().t()), (x.float(), weight.float())):
+        assert skinny_launch(rows, own, order) is None
+    assert skinny_launch(x.new_zeros(65, 2048), weight, order) is None
+    odd = SumOrder(16, 80, 26)
+    assert skinny_launch(x, weight, odd) is None and gated_product(x.float(), weight.float(), None) is None
+    short = drawn(5, 40, 128, device, torch.float16)
+    assert skinny_launch(*short[:2], order_of(short[1], torch.float16)) is None
 
 
 @pytest.mark.gpu
@@ -178,3 +265,17 @@ def test_compiled_products_have_the_same_bits_for_any_number_of_rows(
     assert error < (1e-5 if dtype == torch.float32 else 5e-3)
     for begin, end in ((0, 1), (7, 8), (0, 16), (3, 67), (100, 228), (88, 600)):
         assert torch.equal(product(x[begin:end], weight, bias, processors=132), wanted[begin:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(28672, 4096), (2000, 1032)])
+def test_a_compiled_gate_has_the_same_bits_for_few_rows_and_for_many(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    x, weight, bias = drawn(300, outputs, inputs, "cuda", dtype)
+    for own in (None, bias):
+        wanted = silu_mul(product(x, weight, own, processors=132))
+        for begin, end in ((0, 1), (7, 23), (200, 232), (100, 164)):
+            found = gated_product(x[begin:end], weight, own)
+            assert found is None or torch.equal(found, wanted[begin:end])

@@ -17,6 +17,9 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
+NUMBERS = (bool, int, float)
+
+
 @cache
 def builtins_of(package: Any) -> list[tuple[str, Any]]:
     """The names and functions of a module or class of the language that the interpreter replaces.
@@ -132,12 +135,27 @@ def remember_shapes() -> None:
         return tuple(each if each.type.dims == dims else stretched(each, dims) for each in (left, right))
 
     def check_others(self: Any, left: Any, right: Any, *rules: bool, **named: bool) -> Any:
-        """Check the operands of an operation. `rules` has four if the last one, that for divisions, may be true."""
-        if type(left) is type(right) is core.tensor and len(rules) < 4 and not named:
-            kind = left.dtype
-            if kind is right.dtype and not kind.is_ptr():  # nothing is cast
-                return broadcast_once(self, left, right)
+        """Check the operands of an operation. `rules` has more than two if any may differ from the usual ones."""
+        if len(rules) < 3 and not named:
+            if type(left) is type(right) is core.tensor:
+                kind = left.dtype
+                offset = kind.is_ptr() and rules[:1] == (True,) and right.dtype.is_int()
+                if offset or (kind is right.dtype and not kind.is_ptr()):  # nothing is cast
+                    return broadcast_once(self, left, right)
+            elif type(right) in NUMBERS and type(left) is core.tensor and not left.dtype.is_ptr():
+                return broadcast_once(self, *beside(self, left, right, False))
+            elif type(left) in NUMBERS and type(right) is core.tensor and not right.dtype.is_ptr():
+                return broadcast_once(self, *reversed(beside(self, right, left, True)))
         return check(self, left, right, *rules, **named)
+
+    def beside(self: Any, tensor: Any, number: float, first: bool) -> tuple[Any, Any]:
+        """A tensor and a number that is an operand with it, in the type of the result. `first` says which is first."""
+        own, other = tensor.dtype, self.to_tensor_type(number)
+        kinds = (other, True, own, False) if first else (own, False, other, True)
+        result = self.computation_type_impl(*kinds, False)
+        if result.is_int() and not result.get_int_min_value() <= number <= result.get_int_max_value():
+            return check(self, tensor, number)  # raises ValueError
+        return self.cast(tensor, result), self.scalar_constant(number, dtype=result)
 
     def expand_block(self: Any, input: Any, axis: int) -> Any:
         if axis < 0 or not input.type.is_block():
@@ -158,12 +176,13 @@ def remember_shapes() -> None:
 def ask_for_types_directly() -> None:
     """Have values that are no constants found by their type, and a type know at once that it equals itself."""
     unwrap, is_equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    whole = {core.tensor, core.dtype, core.block_type, int, bool, float, str, slice, type(None)}
 
     def unwrap_at_once(value: Any) -> Any:
         kind = type(value)
         if kind is core.constexpr:
             return value.value
-        return value if kind is core.tensor or kind is int else unwrap(value)
+        return value if kind in whole else unwrap(value)
 
     core._unwrap_if_constexpr = unwrap_at_once
     core.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)

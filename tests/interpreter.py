@@ -16,8 +16,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-
 NUMBERS = (bool, int, float)
+"""Types of Python's numbers that may be operands next to a tensor."""
 
 
 @cache

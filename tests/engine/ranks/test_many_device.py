@@ -133,9 +133,19 @@ def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     assert engine.loop._steps_in_flight == 1 + info.pp
 
 
-@layouts((2, 1), (1, 2), (2, 2), (4, 1))
+# Tests of the sampler draw with shards of four.
+@layouts((2, 1), (1, 2), (2, 2), pytest.param((4, 1), marks=pytest.mark.long))
 @pytest.mark.parametrize("params", [GREEDY, FILTERED, DRAWN], ids=["greedy", "filtered", "drawn"])
 def test_requests_get_the_tokens_of_one_process(engine, alone, params):
+    check_requests(engine, alone, params)
+
+
+@layouts((4, 1))
+def test_four_ranks_give_greedy_requests_the_tokens_of_one_process(engine, alone):
+    check_requests(engine, alone, GREEDY)
+
+
+def check_requests(engine, alone, params):
     choose = random.Random(1)
     prompts = {f"{params.seed}-{number}": prompt_of(choose, choose.randint(1, 90)) for number in range(5)}
     for name, prompt in prompts.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMMON, CUDA = (ROOT / "deploy" / name for name in ("requirements.lock", "requirements-cuda.lock"))
-EXTRAS = ("cells", "cuda", "gguf", "hf", "otel", "postgres", "redis")
+EXTRAS = ("cells", "cuda", "gguf", "grpc", "hf", "otel", "postgres", "redis")
 """The extras that the containers have."""
 PYTHON = "3.12"
 """Python of the containers."""

@@ -19,17 +19,19 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,10 @@ from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
 
 SPAWN = get_context("spawn")
 SHARES = (0.5, 0.9, 0.99, 1.0)
-CLIENTS = 8
-"""Number of processes that send. A single one would be 30 ms late if 150 streams get a token each in every step."""
+CLIENTS = max(8, (os.cpu_count() or 1) // 2)
+"""Number of processes that send. A single one would be 30 ms late if 150 streams get a token each in every step, and
+each of eight up to 2 ms.
+"""
 COPIED = (0, 64, 256, 1 << 30)
 """Bounds of the classes of blocks copied during a step."""
 
@@ -132,6 +136,7 @@ def load(
     at_once: int | None = None,
 ) -> str:
     """The figures of one load over all clients, as a line. `target` in ms; `at_once` is the number of open requests."""
+    counted = seconds_between_tokens(url)
     shares = [None] * CLIENTS if at_once is None else [len(range(part, at_once, CLIENTS)) for part in range(CLIENTS)]
     parts = [
         clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}", share)
@@ -146,7 +151,23 @@ def load(
     figures = {key: seen[key] for key in kept} | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
     figures["late_percent"] = 100 * sum(gap > target / 1e3 for gap in gaps) / len(gaps)
     figures["client_late"] = 1e3 * max(late for _, late in found)
-    return "  ".join(f"{key} {value:.2f}" for key, value in figures.items())
+    seen_by_server = late_by(counted, seconds_between_tokens(url), target / 1e3)
+    return "  ".join([*(f"{key} {value:.2f}" for key, value in figures.items()), seen_by_server])
+
+
+def seconds_between_tokens(url: str) -> dict[float, float]:
+    """The server's number of times between two tokens up to each bound in seconds, of all its API processes."""
+    text = httpx.get(f"{url}/metrics").text
+    found = re.findall(r'^holdfast_tbt_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', text, re.MULTILINE)
+    return {float(bound): float(count) for bound, count in found}
+
+
+def late_by(before: Mapping[float, float], after: Mapping[float, float], target: float) -> str:
+    """The percentage of the times in between that are above the target in seconds and above the next two bounds."""
+    counts = {bound: count - before.get(bound, 0.0) for bound, count in sorted(after.items())}
+    total = counts[inf]
+    bounds = [bound for bound in counts if target <= bound < inf][:3]
+    return "  ".join(f"server_above_{1e3 * bound:g} {100 * (1 - counts[bound] / total):.2f}" for bound in bounds)
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]:

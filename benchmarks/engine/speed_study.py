@@ -23,7 +23,7 @@ def say(**line):
     print(f"[{time.monotonic() - BEGAN:5.1f}] " + json.dumps(line), flush=True)
 
 
-def engine(budgets=(2048, 4096, 8192, 16384), rounds=2):
+def engine(budgets=(2048, 8192, 16384), rounds=2):
     from benchmarks.engine import step_breakdown as sb
     from benchmarks.engine.llama8b import LLAMA_3_8B, offline, started
     from benchmarks.lib.invocation import settle

@@ -42,6 +42,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.lib.in_real_time import checkpoint_of
 from benchmarks.lib.invocation import provenance
+from holdfast.lab.http_stream import StreamTransport
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.metrics import Record, percentile, summary
 from holdfast.lab.simulator.shapes import ModelShape
@@ -102,8 +103,8 @@ async def send(
 
     With `concurrency`, arrival times are ignored, and that number of requests is kept open.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
+    timeout = httpx.Timeout(30, read=None)
+    async with httpx.AsyncClient(base_url=f"{url}/v1/", transport=StreamTransport(), timeout=timeout) as http:
         client = LoadClient(partial(ask_server, http, model), PromptTokens(vocabulary, name), lambda ended: None)
         watching = asyncio.create_task(watch(late := [0.0]))
         records = await client.run(workload, concurrency)

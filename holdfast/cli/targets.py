@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from urllib.request import getproxies
 
 import httpx
 import uvloop

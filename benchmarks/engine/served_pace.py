@@ -137,7 +137,7 @@ def load(
     at_once: int | None = None,
 ) -> str:
     """The figures of one load over all clients, as a line. `target` in ms; `at_once` is the number of open requests."""
-    counted = seconds_between_tokens(url)
+    counted = times_between_tokens(httpx.get(f"{url}/metrics").text)
     shares = [None] * CLIENTS if at_once is None else [len(range(part, at_once, CLIENTS)) for part in range(CLIENTS)]
     parts = [
         clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}", share)
@@ -152,14 +152,14 @@ def load(
     figures = {key: seen[key] for key in kept} | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
     figures["late_percent"] = 100 * sum(gap > target / 1e3 for gap in gaps) / len(gaps)
     figures["client_late"] = 1e3 * max(late for _, late in found)
-    seen_by_server = late_by(counted, seconds_between_tokens(url), target / 1e3)
+    counts = times_between_tokens(httpx.get(f"{url}/metrics").text)
+    seen_by_server = late_by(counted, counts, target / 1e3)
     return "  ".join([*(f"{key} {value:.2f}" for key, value in figures.items()), seen_by_server])
 
 
-def seconds_between_tokens(url: str) -> dict[float, float]:
-    """The server's number of times between two tokens up to each bound in seconds, of all its API processes."""
-    text = httpx.get(f"{url}/metrics").text
-    found = re.findall(r'^holdfast_tbt_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', text, re.MULTILINE)
+def times_between_tokens(metrics: str) -> dict[float, float]:
+    """The server's number of times between two tokens up to each bound in seconds. `metrics` is the text of /metrics."""
+    found = re.findall(r'^holdfast_tbt_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', metrics, re.MULTILINE)
     return {float(bound): float(count) for bound, count in found}
 
 

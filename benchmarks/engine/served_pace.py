@@ -158,7 +158,7 @@ def load(
 
 
 def times_between_tokens(metrics: str) -> dict[float, float]:
-    """The server's number of times between two tokens up to each bound in seconds. `metrics` is the text of /metrics."""
+    """The number of times between two tokens up to each bound in seconds. `metrics` is the text of a server's /metrics."""
     found = re.findall(r'^holdfast_tbt_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', metrics, re.MULTILINE)
     return {float(bound): float(count) for bound, count in found}
 

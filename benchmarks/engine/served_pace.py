@@ -40,7 +40,6 @@ import httpx
 import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.lib.in_real_time import checkpoint_of
 from benchmarks.lib.invocation import provenance
 from holdfast.lab.http_stream import StreamTransport
 from holdfast.lab.load_client import LoadClient, ask_server
@@ -50,16 +49,16 @@ from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
 
 SPAWN = get_context("spawn")
 SHARES = (0.5, 0.9, 0.99, 1.0)
-CLIENTS = max(8, (os.cpu_count() or 1) // 2)
-"""Number of processes that send. A single one would be 30 ms late if 150 streams get a token each in every step, and
-each of eight up to 2 ms.
-"""
+CLIENTS = 8
+"""Number of processes that send. A single one would be late if 150 streams get a token each in every step."""
 COPIED = (0, 64, 256, 1 << 30)
 """Bounds of the classes of blocks copied during a step."""
 
 
 def checkpoint(shape: ModelShape | str) -> str:
     """A directory with the shape's config.json and a tokenizer with as many words."""
+    from benchmarks.lib.in_real_time import checkpoint_of  # imports torch, which the clients' processes do not need
+
     directory = checkpoint_of(shape)
     give_tokenizer(Path(directory))
     return directory
@@ -158,7 +157,7 @@ def load(
 
 
 def times_between_tokens(metrics: str) -> dict[float, float]:
-    """The number of times between two tokens up to each bound in seconds. `metrics` is the text of a server's /metrics."""
+    """The number of times between two tokens up to each bound in seconds, from the text of a server's /metrics."""
     found = re.findall(r'^holdfast_tbt_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', metrics, re.MULTILINE)
     return {float(bound): float(count) for bound, count in found}
 
@@ -231,7 +230,9 @@ def main() -> None:
         options += [] if args.no_steps else ["--trace", str(trace)]
         options += ["--host-cache-gb", f"{args.host_gb:g}", "--max-waiting", "10000"]
         options += [f"--{word}" for word in args.serve]
+        began = time.monotonic()
         with served(args.project.resolve(), options) as url, ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
+            print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
             send_load = partial(load, clients, url, Path(model).name, vocabulary=vocabulary, target=target)
             send_load(fixed(32, 64, 16), name="warm")
             for count in args.at_once:

@@ -219,8 +219,6 @@ def merge_kernel(
     kv_head = tl.program_id(2)
     first_token = tl.load(record)
     rows = tl.load(record + 1)
-    if (rows == 0) & (tl.program_id(0) > 0):
-        return  # without waiting, because programs of the first record wait for the whole kernel
     first_row = tl.load(record + 2)
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)

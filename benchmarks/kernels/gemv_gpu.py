@@ -62,7 +62,9 @@ FEW_TOKENS = [
     *((16, 256, 2, 4), (32, 256, 2, 4), (64, 64, 4, 6)),
     *((64, 128, 4, 6), (128, 128, 8, 4), (128, 64, 4, 6)),
 ]
-MORE_TOKENS = [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3)]
+MORE_TOKENS = [
+    *((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3), (256, 64, 8, 4)),
+]
 PARTS = (1, 2, 4, 8)
 FP8_ONE_TOKEN = [
     *((16, 256, 4, 6), (16, 512, 4, 4), (8, 512, 4, 4), (8, 1024, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
@@ -98,7 +100,9 @@ class Fixed(FusedLayerOps):
         super().__init__(shape())
         self.fixed = fixed
 
-    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
+    def launch(
+        self, x: torch.Tensor, weight: Weight, *, cut: bool = False, gated: bool = False
+    ) -> SkinnyLaunch | None:
         return self.fixed
 
 
@@ -206,7 +210,7 @@ def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune
     """Time cuBLAS, the rule's launch and, when tuning, other launches. Prints a line with the best."""
     kind, weight_bytes = KINDS[name], weights[0].nbytes
     own = FusedLayerOps(shape())
-    rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")
+    rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm", gated=kind == "gated")
     lines: list[dict[str, object]] = []
     plain = isinstance(weights[0], torch.Tensor)
     firsts = [None, rule] if plain else [rule]

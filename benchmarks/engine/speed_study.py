@@ -20,7 +20,7 @@ def say(**line):
     print(f"[{time.monotonic() - BEGAN:5.1f}] " + json.dumps(line), flush=True)
 
 
-def engine(block="16", attention="auto", budgets=(2048, 8192, 16384), rounds=2):
+def engine(block="16", attention="auto", budgets=(2048, 8192, 16384)):
     from benchmarks.engine import step_breakdown as sb
     from benchmarks.engine.llama8b import LLAMA_3_8B, offline, started
     from benchmarks.lib.invocation import settle
@@ -34,20 +34,55 @@ def engine(block="16", attention="auto", budgets=(2048, 8192, 16384), rounds=2):
     say(captured=True)
     offline(loop, "warm-up", [(32, 8)] * 4)
     policy = sb.stall_free(loop)
-    for number in range(rounds):
-        for budget in budgets[:: 1 if number % 2 == 0 else -1]:
-            policy.token_budget = budget
-            found = offline(loop, "prefill", [(8192, 1)] * 8)
-            say(row="prefill8", budget=budget, tok_s=found["total_tok_s"], steps=found["steps"], j=found.get("joules_token"))
-        for budget in (2048, 8192):
-            policy.token_budget = budget
-            found = offline(loop, "bs128", [(512, 128)] * 128)
-            say(row="bs128", budget=budget, tok_s=found["output_tok_s"], steps=found["steps"], j=found.get("joules_output_token"))
+
+    def prefills(budget, **about):
+        policy.token_budget = budget
+        found = offline(loop, "prefill", [(8192, 1)] * 8)
+        say(row="prefill8", budget=budget, tok_s=found["total_tok_s"], steps=found["steps"], j=found.get("joules_token"), **about)
+
+    def batch(budget, **about):
+        policy.token_budget = budget
+        found = offline(loop, "bs128", [(512, 128)] * 128)
+        say(row="bs128", budget=budget, tok_s=found["output_tok_s"], j=found.get("joules_output_token"), **about)
+
+    plain = block == "16" and attention == "auto"
+    sizes = budgets if plain else budgets[1:2]
+    for size in (*sizes, *sizes[::-1]):
+        prefills(size)
+    for size in budgets[:2] if plain else budgets[1:2] * 2:
+        batch(size)
+    if plain:
+        for kind in ("dummy", "normal", "dummy", "normal"):
+            redraw(kind)
+            prefills(budgets[1], weights=kind)
+        for kind in ("dummy", "normal"):
+            redraw(kind)
+            batch(budgets[1], weights=kind)
     for budget in (8192,):
         found = sb.prefill(loop, budget, 1)
         say(**{key: found[key] for key in ("token_budget", "prompt_ms", "clocks", "watched_ms", "kinds_us")})
         for kernel in found["kernels"][:9]:
             say(**kernel)
+
+
+@torch.inference_mode()
+def redraw(kind):
+    """Draw the decoder's weights again: as vLLM's dummy format does, norms too, or as load_format=random does."""
+    import gc
+
+    from holdfast.lm.models.decoder import Decoder
+
+    (decoder,) = [each for each in gc.get_objects() if type(each) is Decoder]
+    fields = [vars(layer) if hasattr(layer, "__dict__") else {n: getattr(layer, n) for n in layer.__slots__} for layer in decoder.layers]
+    found = [value for each in fields for value in each.values() if isinstance(value, torch.Tensor) and value.numel()]
+    for weight in {each.data_ptr(): each for each in (*found, decoder.embedding, decoder.lm_head, decoder.norm)}.values():
+        if kind == "dummy":
+            weight.uniform_(-1e-3, 1e-3)
+        elif weight.ndim == 1:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, 0.02)
+    torch.cuda.synchronize()
 
 
 @torch.inference_mode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import hypot
+
 MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
 """Weight of one step in the running mean and in the running mean deviation."""
 DEVIATIONS = 3.5
@@ -21,16 +23,21 @@ class Correction:
     It is the running mean plus 3.5 mean deviations; TCP estimates its retransmission timeout so, with four (Jacobson,
     Congestion Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that
     multiple.
+
+    Streams get the tokens of a step when the host has its result. By how much that is sooner or later after the end of
+    the step than it was for the step before is a second deviation, independent of the first.
     """
 
     def __init__(self, deviation: float) -> None:
         """`deviation` is the mean deviation assumed before any step was measured, relative to the mean."""
         self.mean, self.deviation = 1.0, deviation
+        self.host_deviation = 0.0
+        """Mean deviation of the time between two results from the time of the second step, relative to that time."""
 
     @property
     def factor(self) -> float:
         """Multiply the prediction of a step by this."""
-        return self.mean * (1 + DEVIATIONS * self.deviation)
+        return self.mean * (1 + DEVIATIONS * hypot(self.deviation, self.host_deviation))
 
     def update(self, ratio: float) -> None:
         """Learn that a step took `ratio` times its predicted time."""
@@ -38,3 +45,7 @@ class Correction:
         error = min(max(min(max(ratio, MIN_RATIO), MAX_RATIO) / self.mean - 1, -limit), limit)
         self.deviation += DEVIATION_GAIN * (abs(error) - self.deviation)
         self.mean *= 1 + MEAN_GAIN * error
+
+    def update_host(self, ratio: float) -> None:
+        """Learn that the result of a step came `ratio` times the step's time after the one before it."""
+        self.host_deviation += DEVIATION_GAIN * (min(abs(ratio - 1), CLIP) - self.host_deviation)

@@ -1,6 +1,7 @@
 """LatencyTarget: each step holds as much prefill work as the target leaves after its decodes."""
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -174,6 +175,51 @@ def test_99_percent_of_noisy_steps_meet_the_target():
             steps += 1
             late += steps > 100 and taken > 0.014
     assert late < 0.01 * 700
+
+
+def waits(policy, unsteady, count=800):
+    """Seconds between the results of steps with prompts and those before, two in flight.
+
+    The host gives results up to `unsteady` seconds after the end of a step.
+    """
+    draw, found, plans = random.Random(0), [], deque()
+    scheduler = scheduler_of(policy, *[1000] * 600, blocks=100_000)
+    now = ended = before = 0.0
+    while len(found) < count:
+        while len(plans) < 2:
+            plans.append((scheduler.schedule(now), now))
+        plan, planned = plans.popleft()
+        taken = draw.gauss(1.0, 0.005) * seconds(plan)
+        ended = max(ended, planned) + taken
+        now = max(now, ended + draw.uniform(0.0, unsteady))
+        tokens = answer(plan).tokens
+        scheduler.update(plan, StepResult(plan.step, tokens, taken), now)
+        if plan.num_tokens > len(tokens):
+            found.append(now - before)
+        before = now
+    return found[100:]
+
+
+def test_99_percent_of_results_meet_the_target_though_the_host_is_unsteady():
+    found = waits(policy := with_target(14.0), 0.001)
+    assert sum(wait > 0.014 for wait in found) < 0.01 * len(found)
+    assert policy.correction.host_deviation > 0.01
+
+
+def test_a_steady_host_costs_no_time():
+    found, policy = waits(with_target(14.0), 0.0), with_target(14.0)
+    waits(policy, 0.0)
+    assert policy.correction.host_deviation < 1e-6
+    assert sum(found) / len(found) > 0.013
+
+
+def test_results_after_a_pause_say_nothing_of_the_host():
+    scheduler = beside_a_stream(policy := with_target(14.0), *[1000] * 4)
+    for number in range(1, 9):  # each step is planned after a pause that follows the results of the one before
+        plan = scheduler.schedule(float(number))
+        taken = seconds(plan)
+        scheduler.update(plan, StepResult(plan.step, answer(plan).tokens, taken), number + 1.5 * taken)
+    assert policy.correction.host_deviation == 0.0
 
 
 def mixed_steps(cost, truth, target):

@@ -1,4 +1,4 @@
-"""The copies of the peer's driver that run beside Holdfast."""
+"""The copies of the peer's driver with which Holdfast is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the served pace reads from a server's metrics."""
+"""The benchmark of the served pace: how it reads a server's metrics."""
 
 from __future__ import annotations
 

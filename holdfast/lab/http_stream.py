@@ -1,4 +1,4 @@
-"""An HTTP transport that notes when data arrives, at a seventh of the processor time of httpx's own.
+"""An HTTP transport that notes when data arrives, at about half of the processor time of httpx's own.
 
 A load client reads hundreds of streams at once. If each chunk takes it 100 µs, chunks that come together are seen up to
 milliseconds apart, and the times between tokens are the client's. Here the time is noted as soon as the socket has

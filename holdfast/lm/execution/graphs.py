@@ -19,7 +19,7 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.models.base import NO_STATES, CapturableModel, RecurrentStep, StateMemory, StepInput, StreamTaps
 
-KINDS = (1, 4, 16, 32, 64, 128)
+KINDS = (1, 4, 16, 32, 64)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64

@@ -24,20 +24,20 @@ class Correction:
     Congestion Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that
     multiple.
 
-    Streams get the tokens of a step when the host has its result. By how much that is sooner or later after the end of
-    the step than it was for the step before is a second deviation, independent of the first.
+    Streams get the tokens of a step when the host has its result, and wait for it since the result before. The mean of
+    that time over the step's own is a second factor, and its deviation is independent of the first.
     """
 
     def __init__(self, deviation: float) -> None:
         """`deviation` is the mean deviation assumed before any step was measured, relative to the mean."""
         self.mean, self.deviation = 1.0, deviation
-        self.host_deviation = 0.0
-        """Mean deviation of the time between two results from the time of the second step, relative to that time."""
+        self.host_mean, self.host_deviation = 1.0, 0.0
+        """Running mean, and mean deviation, of the time between two results over the time of the second step."""
 
     @property
     def factor(self) -> float:
         """Multiply the prediction of a step by this."""
-        return self.mean * (1 + DEVIATIONS * hypot(self.deviation, self.host_deviation))
+        return self.mean * (self.host_mean + DEVIATIONS * hypot(self.deviation, self.host_deviation))
 
     def update(self, ratio: float) -> None:
         """Learn that a step took `ratio` times its predicted time."""
@@ -48,4 +48,6 @@ class Correction:
 
     def update_host(self, ratio: float) -> None:
         """Learn that the result of a step came `ratio` times the step's time after the one before it."""
-        self.host_deviation += DEVIATION_GAIN * (min(abs(ratio - 1), CLIP) - self.host_deviation)
+        error = min(max(ratio - self.host_mean, -CLIP), CLIP)
+        self.host_deviation += DEVIATION_GAIN * (abs(error) - self.host_deviation)
+        self.host_mean = min(max(1.0, self.host_mean + DEVIATION_GAIN * error), MAX_RATIO)

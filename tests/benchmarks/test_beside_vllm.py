@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.peers.beside_vllm import STD, with_qwen, with_weights
 
-DRIVER = '''
+DRIVER = """
 import torch
 LLAMA_8B = dict(hidden_size=4096)
 
@@ -38,7 +38,7 @@ class a:
 
 seen = []
 main()
-'''
+"""
 
 
 def test_a_peer_computes_with_weights_as_holdfast_draws_them(tmp_path: Path) -> None:

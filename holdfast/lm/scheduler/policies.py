@@ -137,7 +137,12 @@ class LatencyTarget(Policy):
         self._alone = stages == 1
         """Whether one step follows the other, so that the time between two results is that of a step."""
         self._measured: tuple[float, float] | None = None
-        """Time of planning and measured seconds of the step whose result came last, if it had prefill work."""
+        """Time of planning and measured seconds of the step whose result came last.
+
+        None if it had no prefill work, or if parts had work after it or after the step before.
+        """
+        self._seconds_apart = 0.0
+        """Seconds that the device spent on work of parts after the step whose result came last."""
         self._results_at = 0.0
         """When the results came that the last plan knew."""
 
@@ -177,10 +182,12 @@ class LatencyTarget(Policy):
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by the measured time of a step."""
         predicted, planned_at = self._predicted.pop(plan.step, (0.0, 0.0))
+        others, self._seconds_apart = self._seconds_apart, result.seconds_apart
         self._measured = None
         if predicted:
             self.correction.update(result.seconds / predicted)
-            self._measured = planned_at, result.seconds
+            if not (others or self._seconds_apart):
+                self._measured = planned_at, result.seconds
 
     def _note_host(self, results_at: float) -> None:
         """Learn how evenly results come, from the time of the latest.

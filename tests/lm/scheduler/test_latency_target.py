@@ -10,7 +10,7 @@ from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import PartResult, StepResult
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 COST = CostModel(
@@ -177,10 +177,19 @@ def test_99_percent_of_noisy_steps_meet_the_target():
     assert late < 0.01 * 700
 
 
-def waits(policy, unsteady, between=0.0, count=800):
+class OtherWork(PartResult):
+    """A part's work of 5 ms after a step."""
+
+    @property
+    def seconds_apart(self):
+        return 0.005
+
+
+def waits(policy, unsteady, between=0.0, count=800, parts=()):
     """Seconds between the results of steps with prompts and those before, two in flight.
 
-    The host gives results up to `unsteady` seconds after the end of a step. The device rests `between` two steps.
+    The host gives results up to `unsteady` seconds after the end of a step. The device rests `between` two steps, or
+    does the work of `parts`.
     """
     draw, found, plans = random.Random(0), [], deque()
     scheduler = scheduler_of(policy, *[1000] * 600, blocks=100_000)
@@ -193,7 +202,7 @@ def waits(policy, unsteady, between=0.0, count=800):
         ended = max(ended, planned) + between + taken
         now = max(now, ended + draw.uniform(0.0, unsteady))
         tokens = answer(plan).tokens
-        scheduler.update(plan, StepResult(plan.step, tokens, taken), now)
+        scheduler.update(plan, StepResult(plan.step, tokens, taken, parts=parts), now)
         if plan.num_tokens > len(tokens):
             found.append(now - before)
         before = now
@@ -219,6 +228,11 @@ def test_time_between_steps_is_left_once_and_not_as_a_deviation():
     assert policy.correction.host_mean == pytest.approx(14.0 / 13.5, abs=0.01)
     assert sum(wait > 0.014 for wait in found) < 0.01 * len(found)
     assert sum(found) / len(found) > 0.013
+
+
+def test_work_of_parts_between_steps_is_not_the_hosts():
+    waits(policy := with_target(14.0), 0.0, between=0.005, count=200, parts=(OtherWork(),))
+    assert (policy.correction.host_mean, policy.correction.host_deviation) == (1.0, 0.0)
 
 
 def test_results_after_a_pause_say_nothing_of_the_host():

@@ -4,8 +4,9 @@ usage: python -m benchmarks.engine.llama8b [ROW ...] [--json FILE] [--repeat N] 
 rows:  bs1 bs32 bs128 chat prefill stall   (default: all), bs256 and, alone, start
 
 Prompts use the seeds of the peer's script; greedy, end-of-sequence ignored, one process. So a figure compares with the
-peer's of the same name. Prints one JSON line a measurement; the file also holds each step of `stall`, where
-`prediction` is measured over predicted time of mixed steps: 5%, median and 95%.
+peer's of the same name. Without `stall`, steps are as large as those of `holdfast batch` and `LLM`. Prints one JSON
+line a measurement; the file also holds each step of `stall`, where `prediction` is measured over predicted time of
+mixed steps: 5%, median and 95%.
 
 `start` times new processes until the first token of a first request, imports included: with an empty Triton cache of
 its own, and again with the filled one. `--qwen` takes Qwen3-0.6B's shape, where the host has the least time for a step
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,17 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
 DEFAULT = ("bs1", "bs32", "bs128", "chat", "prefill", "stall")
 
 
+def options_of(rows: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an engine that runs these rows, with those that are given.
+
+    Nobody watches offline rows, so steps are large in them, as in `holdfast batch` and `LLM`. For `stall` and `first`
+    they are those of a server.
+    """
+    watched = "stall" in rows or "first" in rows or "tbt_target" in given
+    large = {} if watched else {"token_budget": "large"}
+    return {"max_sequences": 512, "prefix_sharing": False} | large | dict(given)
+
+
 def first_token(loop: Loop) -> dict[str, Any]:
     """The monotonic clock at the first token of a request."""
     loop.add(request("first", draw(random.Random(4), 512), 4))
@@ -321,7 +333,7 @@ def main() -> None:
         if arguments.json:
             arguments.json.write_text(json.dumps(provenance() | found, indent=1))
         return
-    options = dict(max_sequences=512, prefix_sharing=False) | dict(arguments.set)
+    options = options_of(arguments.rows or DEFAULT, dict(arguments.set))
     shape = (QWEN3_06B if arguments.qwen else LLAMA_3_8B) | json.loads(arguments.shape)
     begin = time.perf_counter()
     engine, stages = started(shape, **options)

@@ -19,17 +19,19 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,8 @@ import httpx
 import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.lib.in_real_time import checkpoint_of
 from benchmarks.lib.invocation import provenance
+from holdfast.lab.http_stream import StreamTransport
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.metrics import Record, percentile, summary
 from holdfast.lab.simulator.shapes import ModelShape
@@ -48,13 +50,15 @@ from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
 SPAWN = get_context("spawn")
 SHARES = (0.5, 0.9, 0.99, 1.0)
 CLIENTS = 8
-"""Number of processes that send. A single one would be 30 ms late if 150 streams get a token each in every step."""
+"""Number of processes that send. A single one would be late if 150 streams get a token each in every step."""
 COPIED = (0, 64, 256, 1 << 30)
 """Bounds of the classes of blocks copied during a step."""
 
 
 def checkpoint(shape: ModelShape | str) -> str:
     """A directory with the shape's config.json and a tokenizer with as many words."""
+    from benchmarks.lib.in_real_time import checkpoint_of  # imports torch, which the clients' processes do not need
+
     directory = checkpoint_of(shape)
     give_tokenizer(Path(directory))
     return directory
@@ -98,8 +102,8 @@ async def send(
 
     With `concurrency`, arrival times are ignored, and that number of requests is kept open.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
+    timeout = httpx.Timeout(30, read=None)
+    async with httpx.AsyncClient(base_url=f"{url}/v1/", transport=StreamTransport(), timeout=timeout) as http:
         client = LoadClient(partial(ask_server, http, model), PromptTokens(vocabulary, name), lambda ended: None)
         watching = asyncio.create_task(watch(late := [0.0]))
         records = await client.run(workload, concurrency)
@@ -132,6 +136,7 @@ def load(
     at_once: int | None = None,
 ) -> str:
     """The figures of one load over all clients, as a line. `target` in ms; `at_once` is the number of open requests."""
+    counted = times_between_tokens(httpx.get(f"{url}/metrics").text)
     shares = [None] * CLIENTS if at_once is None else [len(range(part, at_once, CLIENTS)) for part in range(CLIENTS)]
     parts = [
         clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}", share)
@@ -146,7 +151,23 @@ def load(
     figures = {key: seen[key] for key in kept} | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
     figures["late_percent"] = 100 * sum(gap > target / 1e3 for gap in gaps) / len(gaps)
     figures["client_late"] = 1e3 * max(late for _, late in found)
-    return "  ".join(f"{key} {value:.2f}" for key, value in figures.items())
+    counts = times_between_tokens(httpx.get(f"{url}/metrics").text)
+    seen_by_server = late_by(counted, counts, target / 1e3)
+    return "  ".join([*(f"{key} {value:.2f}" for key, value in figures.items()), seen_by_server])
+
+
+def times_between_tokens(metrics: str) -> dict[float, float]:
+    """The number of times between two tokens up to each bound in seconds, from the text of a server's /metrics."""
+    found = re.findall(r'^holdfast_tbt_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', metrics, re.MULTILINE)
+    return {float(bound): float(count) for bound, count in found}
+
+
+def late_by(before: Mapping[float, float], after: Mapping[float, float], target: float) -> str:
+    """The percentage of the times in between that are above the target in seconds and above the next two bounds."""
+    counts = {bound: count - before.get(bound, 0.0) for bound, count in sorted(after.items())}
+    total = counts[inf]
+    bounds = [bound for bound in counts if target <= bound < inf][:3]
+    return "  ".join(f"server_above_{1e3 * bound:g} {100 * (1 - counts[bound] / total):.2f}" for bound in bounds)
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]:
@@ -209,7 +230,9 @@ def main() -> None:
         options += [] if args.no_steps else ["--trace", str(trace)]
         options += ["--host-cache-gb", f"{args.host_gb:g}", "--max-waiting", "10000"]
         options += [f"--{word}" for word in args.serve]
+        began = time.monotonic()
         with served(args.project.resolve(), options) as url, ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
+            print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
             send_load = partial(load, clients, url, Path(model).name, vocabulary=vocabulary, target=target)
             send_load(fixed(32, 64, 16), name="warm")
             for count in args.at_once:

@@ -123,10 +123,17 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
     }
 
 
+def stall_free(loop: Loop) -> StallFree:
+    """The policy of a loop's steps, without those of the parts around it."""
+    policy = loop.planner._policy
+    while not isinstance(policy, StallFree):
+        policy = policy.inner
+    return policy
+
+
 def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
     """Microseconds of one prompt alone, by kind and by kernel, at this token budget."""
-    policy = loop.planner._policy
-    assert isinstance(policy, StallFree)
+    policy = stall_free(loop)
     policy.token_budget, before = budget, policy.token_budget
     rng = random.Random(budget)
 

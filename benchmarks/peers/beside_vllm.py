@@ -15,6 +15,10 @@ the others run.
 
 The part `qwen` is a batch of 256 on Qwen3-0.6B's shape, where the host has the least time for a step. The peer's driver
 knows one shape and its own rows: it runs as a copy, next to the results, with these replaced.
+
+All copies draw the peer's weights as Holdfast's are drawn: normal, and norms of 1. The peer's own dummy weights are all
+at most 0.001, so its attention is uniform and its activations are nearly 0, and a GPU at its power limit may be faster
+with such numbers. `--dummy-weights` leaves them as they are.
 """
 
 from __future__ import annotations
@@ -48,6 +52,20 @@ OFFLINE = {
     "prefill": "prefill 16x8192",
 }
 """For each of our rows, the peer's name for it."""
+STD = 0.02
+"""Standard deviation of weights, that of Llama 3's config (`initializer_range`)."""
+REDRAW = f"""
+def redraw(model):
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(0.0, {STD})
+
+"""
+"""Function that the peer's driver applies to its model."""
+NO_PREFIX_CACHE = ("--extra", json.dumps(dict(enable_prefix_caching=False)))
+"""Words for the peer's driver. All its rows draw from one seed, so a prefix cache would find prompts of earlier rows.
+Holdfast has none in these parts either.
+"""
 QWEN = {"bs256": "bs256 128/128"}
 QWEN_RUNS = 3
 CURVE = (
@@ -89,8 +107,10 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
     small = arguments.small
     shape = ["--shape", json.dumps(small_shape())] if small else []
 
+    driver = arguments.peer if arguments.dummy_weights else with_weights(arguments.peer, arguments.out)
+
     def peer(name: str, what: str, about: dict[str, Any], *more: str) -> Job:
-        return Job(f"vllm {name}", "vllm", [python, str(arguments.peer), what, *more], limit, about)
+        return Job(f"vllm {name}", "vllm", [python, str(driver), what, *more], limit, about)
 
     for part in arguments.parts:
         if part == "offline":
@@ -98,20 +118,17 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
             command = [python, *LLAMA_8B, *rows, "--repeat", str(arguments.repeat), *shape, *ours]
             yield Job("holdfast offline", "holdfast", command, limit, dict(part=part))
             for run in range(arguments.repeat):
-                yield peer(f"offline {run + 1}", "offline", dict(part=part))
+                yield peer(f"offline {run + 1}", "offline", dict(part=part), *NO_PREFIX_CACHE)
         if part == "stall":
             budget = ["--set", "token_budget=1024"]
             command = [python, *LLAMA_8B, "stall", "--repeat", str(arguments.repeat), *shape]
             yield Job("holdfast stall", "holdfast", [*command, *(ours or budget)], limit, dict(part=part))
-            yield peer("stall", "stall", dict(part=part))
+            yield peer("stall", "stall", dict(part=part), *NO_PREFIX_CACHE)
         if part == "qwen":
             command = [python, *LLAMA_8B, *QWEN, "--qwen", "--repeat", str(QWEN_RUNS), *shape, *ours]
             yield Job("holdfast qwen", "holdfast", command, limit, dict(part=part))
-            copy = with_qwen(arguments.peer, arguments.out)
-            # The runs are in one process with equal prompts, which a prefix cache would find, so neither engine has one
-            # here.
-            extra = json.dumps(dict(enable_prefix_caching=False))
-            yield Job("vllm qwen", "vllm", [python, str(copy), "offline", "--extra", extra], limit, dict(part=part))
+            copy = with_qwen(driver, arguments.out)
+            yield Job("vllm qwen", "vllm", [python, str(copy), "offline", *NO_PREFIX_CACHE], limit, dict(part=part))
         if part == "multiturn":
             for rate in arguments.rates:
                 path = arguments.out / f"conversations-{rate:g}.jsonl"
@@ -127,6 +144,20 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
                     yield Job(f"holdfast {mode} at {rate:g}", "holdfast", command, limit, about)
                     extra = json.dumps(peer_options(mode, arguments.device_gb, arguments.host_gb))
                     yield peer(f"{mode} at {rate:g}", "multiturn", about, *window, "--extra", extra)
+
+
+def with_weights(peer: Path, out: Path) -> Path:
+    """A copy of the peer's driver that draws the weights again once its engine is there: normal, and norms of 1.
+
+    Raises ValueError if the driver has no place for it.
+    """
+    text, functions, started = peer.read_text(), "\ndef say(", '    say(name=a.name, what="start"'
+    if text.count(functions) != 1 or text.count(started) != 1:
+        raise ValueError(f"{peer} is not the driver that is known: no place after the start of its engine")
+    text = text.replace(functions, f"\n{REDRAW}{functions}")
+    copy = out / "peer_weights.py"
+    copy.write_text(text.replace(started, f"    llm.apply_model(redraw)\n{started}"))
+    return copy
 
 
 def with_qwen(peer: Path, out: Path) -> Path:
@@ -160,6 +191,7 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     paths += [str(ROOT)] if job.engine == "holdfast" else []
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and job.engine == "holdfast"]
     environment = os.environ | dict(PYTHONUNBUFFERED="1", PYTHONPATH=":".join(paths))
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its engine runs a function of the driver
     began, lines = time.monotonic(), list[tuple[float, str]]()
 
     def read() -> None:
@@ -413,6 +445,7 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option of Holdfast's"
     )
+    parser.add_argument("--dummy-weights", action="store_true", help="leave the peer's weights as it draws them")
     parser.add_argument("--small", action="store_true", help="a small model, to try this on a CPU")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

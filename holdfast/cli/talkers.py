@@ -179,9 +179,15 @@ async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings
     return StatefulTalker(http, model, settings, context if isinstance(context, int) else None)
 
 
-def server_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.AsyncClient:
-    """Return a client for a server's URL, with or without /v1 at its end. It allows any number of requests."""
+def server_client(
+    url: str, api_key: str | None, timeout: httpx.Timeout, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """Return a client for a server's URL, with or without /v1 at its end. It allows any number of requests.
+
+    `transport` replaces httpx's own.
+    """
     return httpx.AsyncClient(
+        transport=transport,
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from urllib.request import getproxies
 
 import httpx
 import uvloop
@@ -27,6 +28,7 @@ from holdfast.engine.messages import Steps
 from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.trace import Trace, about_engine
 from holdfast.engine.profiles import CostProfile
+from holdfast.lab.http_stream import StreamTransport
 from holdfast.lab.load_client import NOTHING_SAID, Ask, LoadClient, Said, ask_server
 from holdfast.lab.metrics import Record, StageTimes
 from holdfast.lab.simulator.deployment import Pipeline
@@ -109,7 +111,9 @@ def server(
 
     With `tells`, requests ask for their contracts; with `tells_pauses`, they say what clients know of pauses.
     """
-    http = server_client(url, api_key, httpx.Timeout(30, read=None))
+    plain = url.lower().startswith("http://") and not getproxies()
+    transport = StreamTransport() if plain else None  # TLS and proxies are left to httpx
+    http = server_client(url, api_key, httpx.Timeout(30, read=None), transport)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
             asked = model or loop.run(first_model(http))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from holdfast.core.contract import TERMS, Contract
+from holdfast.lab.http_stream import arrived_of
 from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Workload
 
@@ -148,9 +149,10 @@ async def ask_server(
             if response.status_code != httpx.codes.OK:
                 _read_failure(response.status_code, await response.aread(), record)
                 return id
+            arrived = arrived_of(response)
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                    id = _read_chunk(json.loads(data), record) or id
+                    id = _read_chunk(json.loads(data), record, arrived()) or id
     except (httpx.HTTPError, ValueError) as error:
         record.error = f"{type(error).__name__}: {error}"
     return id
@@ -182,13 +184,16 @@ def _read_failure(status: int, body: bytes, record: Record) -> None:
         record.error = f"status {status}: {text[:200]}"
 
 
-def _read_chunk(chunk: dict[str, Any], record: Record) -> str:
-    """Write one chunk of a stream into its record. Returns the answer's id; empty if the chunk does not say it."""
+def _read_chunk(chunk: dict[str, Any], record: Record, arrived: float) -> str:
+    """Write one chunk of a stream, which came at this time, into its record.
+
+    Returns the answer's id; empty if the chunk does not say it.
+    """
     if "error" in chunk:
         record.error = str(chunk["error"])[:200]
         return ""
     if chunk.get("choices"):
-        record.token_times.append(time.monotonic())
+        record.token_times.append(arrived)
     usage = chunk.get("usage")
     if usage:
         record.output_tokens = int(usage["completion_tokens"])

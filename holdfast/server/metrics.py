@@ -22,6 +22,11 @@ SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 reads it when it is imported.
 """
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+PACE = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.075, 0.1),
+    *(0.25, 0.5, 1, 2.5, 5, 10),
+)
+"""Upper bounds of times between tokens, with usual targets and what lies a little above them."""
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 LENGTHS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 """Upper bounds of the numbers of tokens of a prompt or an answer, as in vLLM."""
@@ -204,7 +209,7 @@ class Metrics(Collector):
         self._with_loss: dict[str, None] = {}
         """Jobs that have a gauge. The job whose last step is oldest is first."""
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
-        self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
+        self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", PACE)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
         self.queue = self._histogram("queue_seconds", "Time from a request's arrival to its first step", LONG)
         self.prefill = self._histogram("prefill_seconds", "Time from a choice's first step to its first token", LONG)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import hypot
+
 MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
 """Weight of one step in the running mean and in the running mean deviation."""
 DEVIATIONS = 3.5
@@ -21,16 +23,21 @@ class Correction:
     It is the running mean plus 3.5 mean deviations; TCP estimates its retransmission timeout so, with four (Jacobson,
     Congestion Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that
     multiple.
+
+    Streams get the tokens of a step when the host has its result, and wait for it since the result before. The mean of
+    that time over the step's own is a second factor, and its deviation is independent of the first.
     """
 
     def __init__(self, deviation: float) -> None:
         """`deviation` is the mean deviation assumed before any step was measured, relative to the mean."""
         self.mean, self.deviation = 1.0, deviation
+        self.host_mean, self.host_deviation = 1.0, 0.0
+        """Running mean, and mean deviation, of the time between two results over the time of the second step."""
 
     @property
     def factor(self) -> float:
         """Multiply the prediction of a step by this."""
-        return self.mean * (1 + DEVIATIONS * self.deviation)
+        return self.mean * (self.host_mean + DEVIATIONS * hypot(self.deviation, self.host_deviation))
 
     def update(self, ratio: float) -> None:
         """Learn that a step took `ratio` times its predicted time."""
@@ -38,3 +45,9 @@ class Correction:
         error = min(max(min(max(ratio, MIN_RATIO), MAX_RATIO) / self.mean - 1, -limit), limit)
         self.deviation += DEVIATION_GAIN * (abs(error) - self.deviation)
         self.mean *= 1 + MEAN_GAIN * error
+
+    def update_host(self, ratio: float) -> None:
+        """Learn that the result of a step came `ratio` times the step's time after the one before it."""
+        error = min(max(ratio - self.host_mean, -CLIP), CLIP)
+        self.host_deviation += DEVIATION_GAIN * (abs(error) - self.host_deviation)
+        self.host_mean = min(max(1.0, self.host_mean + DEVIATION_GAIN * error), MAX_RATIO)

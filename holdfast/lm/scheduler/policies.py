@@ -132,10 +132,22 @@ class LatencyTarget(Policy):
         """Predicted seconds of attention in the step under construction."""
         self._bound = inf
         """Most seconds that a stream may wait for this step."""
-        self._predicted: dict[int, float] = {}
-        """Predicted seconds of each step in flight with prefill work, by number."""
+        self._predicted: dict[int, tuple[float, float]] = {}
+        """Predicted seconds and time of planning of each step in flight with prefill work, by number."""
+        self._alone = stages == 1
+        """Whether one step follows the other, so that the time between two results is that of a step."""
+        self._measured: tuple[float, float] | None = None
+        """Time of planning and measured seconds of the step whose result came last.
+
+        None if it had no prefill work, or if parts had work after it or after the step before.
+        """
+        self._seconds_apart = 0.0
+        """Seconds that the device spent on work of parts after the step whose result came last."""
+        self._results_at = 0.0
+        """When the results came that the last plan knew."""
 
     def plan(self, step: StepBuilder) -> None:
+        self._note_host(step.results_at)
         step.budget = self.ceiling
         step.displace()
         step.budget = self._most_decodes(step)
@@ -154,7 +166,7 @@ class LatencyTarget(Policy):
         self.planned(step, seconds)
         step.predicted = seconds * self.correction.mean if step.num_tokens else 0.0
         if step.num_tokens > decodes:
-            self._predicted[step.number] = seconds
+            self._predicted[step.number] = seconds, step.now
 
     def prefill_budget(self, step: StepBuilder) -> int:
         """Most tokens to add to a step that holds its decodes."""
@@ -169,9 +181,25 @@ class LatencyTarget(Policy):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by the measured time of a step."""
-        predicted = self._predicted.pop(plan.step, None)
+        predicted, planned_at = self._predicted.pop(plan.step, (0.0, 0.0))
+        others, self._seconds_apart = self._seconds_apart, result.seconds_apart
+        self._measured = None
         if predicted:
             self.correction.update(result.seconds / predicted)
+            if not (others or self._seconds_apart):
+                self._measured = planned_at, result.seconds
+
+    def _note_host(self, results_at: float) -> None:
+        """Learn how evenly results come, from the time of the latest.
+
+        Only a step that was planned before the results of the one before it came has followed it at once.
+        """
+        before, self._results_at = self._results_at, results_at
+        if self._measured is not None and self._alone:
+            planned_at, seconds = self._measured
+            if planned_at <= before < results_at and seconds > 0:
+                self.correction.update_host((results_at - before) / seconds)
+            self._measured = None
 
     def ended(self, entry: Entry) -> None:
         """Learn how long answers are."""

@@ -1,6 +1,7 @@
 """LatencyTarget: each step holds as much prefill work as the target leaves after its decodes."""
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import PartResult, StepResult
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 COST = CostModel(
@@ -174,6 +175,81 @@ def test_99_percent_of_noisy_steps_meet_the_target():
             steps += 1
             late += steps > 100 and taken > 0.014
     assert late < 0.01 * 700
+
+
+class OtherWork(PartResult):
+    """A part's work of 5 ms after a step."""
+
+    @property
+    def seconds_apart(self):
+        return 0.005
+
+
+def waits(policy, unsteady, between=0.0, count=800, parts=()):
+    """Seconds between the results of steps with prompts and those before, two in flight.
+
+    The host gives results up to `unsteady` seconds after the end of a step. The device rests `between` two steps, or
+    does the work of `parts`.
+    """
+    draw, found, plans = random.Random(0), [], deque()
+    scheduler = scheduler_of(policy, *[1000] * 600, blocks=100_000)
+    now = ended = before = 0.0
+    while len(found) < count:
+        while len(plans) < 2:
+            plans.append((scheduler.schedule(now), now))
+        plan, planned = plans.popleft()
+        taken = draw.gauss(1.0, 0.005) * seconds(plan)
+        ended = max(ended, planned) + between + taken
+        now = max(now, ended + draw.uniform(0.0, unsteady))
+        tokens = answer(plan).tokens
+        scheduler.update(plan, StepResult(plan.step, tokens, taken, parts=parts), now)
+        if plan.num_tokens > len(tokens):
+            found.append(now - before)
+        before = now
+    return found[100:]
+
+
+def test_99_percent_of_results_meet_the_target_though_the_host_is_unsteady():
+    found = waits(policy := with_target(14.0), 0.001)
+    assert sum(wait > 0.014 for wait in found) < 0.01 * len(found)
+    assert policy.correction.host_deviation > 0.01
+
+
+def test_a_steady_host_costs_no_time():
+    found, policy = waits(with_target(14.0), 0.0), with_target(14.0)
+    waits(policy, 0.0)
+    assert policy.correction.host_deviation < 1e-6
+    assert sum(found) / len(found) > 0.013
+
+
+def test_time_between_steps_is_left_once_and_not_as_a_deviation():
+    found = waits(policy := with_target(14.0), 0.0, between=0.0005)
+    assert policy.correction.host_deviation < 0.003
+    assert policy.correction.host_mean == pytest.approx(14.0 / 13.5, abs=0.01)
+    assert sum(wait > 0.014 for wait in found) < 0.01 * len(found)
+    assert sum(found) / len(found) > 0.013
+
+
+def test_work_of_parts_between_steps_is_not_the_hosts():
+    waits(policy := with_target(14.0), 0.0, between=0.005, count=200, parts=(OtherWork(),))
+    assert (policy.correction.host_mean, policy.correction.host_deviation) == (1.0, 0.0)
+
+
+def test_results_after_a_pause_say_nothing_of_the_host():
+    scheduler = beside_a_stream(policy := with_target(14.0), *[1000] * 4)
+    for number in range(1, 9):  # each step is planned after a pause that follows the results of the one before
+        plan = scheduler.schedule(float(number))
+        taken = seconds(plan)
+        scheduler.update(plan, StepResult(plan.step, answer(plan).tokens, taken), number + 1.5 * taken)
+    assert (policy.correction.host_mean, policy.correction.host_deviation) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1000])
+def test_an_outlier_of_the_host_counts_as_ten_percent(ratio):
+    correction = settled()
+    before = correction.factor
+    correction.update_host(ratio)
+    assert before <= correction.factor < before * 1.05
 
 
 def mixed_steps(cost, truth, target):

@@ -353,7 +353,8 @@ class PagedExecutor:
             work.rules.read()
             follows = work.rules.results()
         seconds = time.perf_counter() - began
-        parts = [each.result() for each in (*self._after(plan), *followed)]
+        launched = self._after(plan)
+        parts = [each.result() for each in (*launched, *followed)]
         return verified(replace(result, seconds=seconds).with_parts(*parts, *follows), outcome.drafts(plan))
 
     def _start_on_cuda(self, plan: StepPlan, work: Work | None) -> Flight:

@@ -15,7 +15,7 @@ import torch
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.sampling.sampler import Wishes
-from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, PartPlan, Sampling, StepPlan
+from holdfast.lm.types import GUESSED, SAMPLING_COLUMNS, PartPlan, Sampling, StepPlan
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.states import KeptInputs, StatePlan
 
@@ -99,6 +99,9 @@ class StagedStep:
     writes_apart: torch.Tensor | None
     """Table entries [2, n] that exceed the buffer: places, then blocks."""
     has_pending: bool
+    """Whether the device fills in some of its tokens."""
+    has_guessed: bool
+    """Whether some of these were guessed on the device."""
     any_random: bool
     any_filtered: bool
     wishes: Wishes | None = None
@@ -183,8 +186,11 @@ class Batch:
         device: torch.device,
         samples: int | None = None,
         inputs: ModelInputs = TOKENS_ONLY,
+        guesses: int = 0,
     ) -> None:
         """`samples` is the largest number of tokens that a step draws, by default one for each row.
+
+        `guesses` is the largest number of tokens that the device guesses for a row (`GUESSED`).
 
         `inputs` are the model's inputs besides tokens. They belong to this batch alone.
         """
@@ -193,7 +199,9 @@ class Batch:
         # Table entries that pad a step are written to one row after the usable ones.
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
-        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.drawn = torch.zeros(rows, 1 + guesses, dtype=torch.int64, device=device)
+        """For each row, the token that it sampled last, and the tokens that were guessed after it."""
+        self.last_token = self.drawn[:, 0]
         self.inputs = inputs
         # Each field has a fixed place, where a captured graph finds it.
         self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
@@ -229,6 +237,7 @@ class Batch:
         segments = self._pack_tokens(plan, arrays)
         num_sampled, any_random, any_filtered, wishes = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
+        lowest = int(np.min(arrays["ids"][:num_tokens]))
         return StagedStep(
             plan=plan,
             host=host,
@@ -237,7 +246,8 @@ class Batch:
             num_sampled=num_sampled,
             num_writes=num_writes if writes_apart is None else 0,
             writes_apart=writes_apart,
-            has_pending=bool((arrays["ids"][:num_tokens] == PENDING).any()),
+            has_pending=lowest < 0,
+            has_guessed=lowest <= GUESSED,
             any_random=any_random,
             any_filtered=any_filtered,
             wishes=wishes,
@@ -282,7 +292,7 @@ class Batch:
             from holdfast.lm.kernels.cache.step_inputs import write_step_inputs  # a CPU installation has no Triton
 
             ids, rows = fields.take("ids", num_tokens), fields.take("token_rows", num_tokens)
-            write_step_inputs(ids, rows, self.last_token, self.block_tables, places, blocks, pending=PENDING)
+            write_step_inputs(ids, rows, self.drawn, self.block_tables, places, blocks)
         else:
             self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
             self._fill_pending(fields, num_tokens)
@@ -336,10 +346,11 @@ class Batch:
         tables.index_copy_(0, places, blocks.to(torch.int32))
 
     def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
-        """Replace each PENDING token by the token that its row sampled last."""
+        """Replace each PENDING and GUESSED token by the one of its row in `drawn`."""
         ids = fields.take("ids", num_tokens)
-        sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
-        torch.where(ids == PENDING, sampled, ids, out=ids)
+        drawn = self.drawn.index_select(0, fields.take("token_rows", num_tokens))
+        found = drawn.gather(1, (-1 - ids).clamp_(min=0)[:, None])[:, 0]
+        torch.where(ids < 0, found, ids, out=ids)
 
     def _write_mirror(self, plan: StepPlan) -> npt.NDArray[np.int64]:
         """Apply table writes to the host's copy of the tables. Returns the flat indices that changed."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +65,21 @@ class Outcome:
     wishes: Wishes | None = None
     """Results and rules that the sampled rows ask for besides a token; None if no row asks for any."""
     found: Sequence[Found] = ()
-    """Results that parts computed from hidden states, or from the drawn tokens."""
+    """Results that parts computed from hidden states."""
+    inputs: torch.Tensor | None = None
+    """Tokens [R] after which the drawn ones come, if some of them were guessed on the device."""
 
     def on_host(self) -> Outcome:
         """A copy in the host's memory, complete once the work on the current stream is done."""
-        return Outcome(self.drawn.on_host(), self.wishes, [each.on_host() for each in self.found])
+        inputs = None if self.inputs is None else Drawn(self.inputs).on_host().tokens
+        return Outcome(self.drawn.on_host(), self.wishes, [each.on_host() for each in self.found], inputs)
+
+    def drafts(self, plan: StepPlan) -> Sequence[Sequence[int]] | None:
+        """The drafted tokens of each sampling segment, with those that were guessed on the device; None: no drafts."""
+        if self.inputs is None or plan.samples is None:
+            return plan.drafts
+        inputs, stops = self.inputs.tolist(), accumulate(plan.samples)
+        return [inputs[stop - most + 1 : stop] for most, stop in zip(plan.samples, stops, strict=True)]
 
     def result(self, step: int, seconds: float) -> StepResult:
         """The step's result, once all values are on the host."""
@@ -95,6 +106,8 @@ class CudaFlight:
     """The step's inputs and its logits, until its tokens are drawn."""
     outcome: Outcome | None = None
     """The step's results; None until it is drawn."""
+    followed: Sequence[Found] = ()
+    """Results of parts that follow from the drawn tokens. They are complete when the next step is."""
     launched: Sequence[Launched] = ()
     """Work that parts launched after the segments."""
     follows: Sequence[PartResult] = ()
@@ -125,7 +138,8 @@ class CudaFlight:
         self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
         result = outcome.result(self.plan.step, seconds)
-        return result.with_parts(*[each.result() for each in self.launched], *self.follows)
+        result = result.with_parts(*[each.result() for each in self.launched], *self.follows)
+        return verified(result, outcome.drafts(self.plan))
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -152,7 +166,11 @@ class InFlight(NamedTuple):
     waits: bool
     """Whether the step is complete only once its copies are."""
     flight: Flight
-    drafts: list[tuple[int, ...]] | None
+
+
+def verified(result: StepResult, drafts: Sequence[Sequence[int]] | None) -> StepResult:
+    """The result of a step with these drafts. A stage before the last draws no token, and knows nothing of them."""
+    return result if drafts is None or not result.tokens else result.verified(drafts)
 
 
 class PagedExecutor:
@@ -193,6 +211,8 @@ class PagedExecutor:
         self._sampler = Sampler(group, model.spec.vocab_size, alone=bool(model.spec.arithmetic))
         self._device = model.spec.device
         self._hooks = PartHooks(parts, (PenaltyPlan, *memory.batch.inputs.plans))
+        self._followed: Sequence[Found] = ()
+        """Results that follow from the tokens of the last step that was collected."""
         self._undrawn: CudaFlight | None = None
         """The newest step in flight, if its draw waits for tokens of earlier steps."""
         self._in_flight: deque[InFlight] = deque()
@@ -218,7 +238,7 @@ class PagedExecutor:
                 flight = self._worker.submit(self._run_on_cpu, plan, work)
             else:
                 flight = self._start_on_cuda(plan, work)
-            self._in_flight.append(InFlight(work, not plan.computes, flight, plan.drafts))
+            self._in_flight.append(InFlight(work, not plan.computes, flight))
 
     def part(self, kind: type[Kind]) -> Kind:
         """The part of this class. Raises LookupError if there is none."""
@@ -240,12 +260,14 @@ class PagedExecutor:
         if isinstance(flight, CudaFlight) and flight.rules.reads:
             flight.finish()  # outside the lock, so that other threads can submit
         with self._launching:
-            work, waits, flight, drafts = self._in_flight.popleft()
+            work, waits, flight = self._in_flight.popleft()
             if isinstance(flight, CudaFlight):
                 self._read(flight)
         result, memory = flight.result(), self.memory
-        if drafts is not None and result.tokens:  # a stage before the last draws no token
-            result = result.verified(drafts)
+        if isinstance(flight, CudaFlight):
+            # The device computed them before this step.
+            result = result.with_parts(*[each.result() for each in self._followed])
+            self._followed = flight.followed
         if work is not None:
             memory.batch.release(work.staged)
         if memory.transfers is not None:
@@ -319,10 +341,12 @@ class PagedExecutor:
         if self._stage is not None and work is not None:
             self._stage.enter(work.staged, self.memory.batch.last_token)
             began = time.perf_counter()  # the time that a stage waits for others is not part of the step's time
-        outcome = self._nothing
+        outcome, followed = self._nothing, list[Found]()
         follows: Sequence[PartResult] = ()
         if work is not None:
-            outcome = self._draw(work, *self._forward(work, layers), work.masks())
+            packed, given = self._forward(work, layers)
+            outcome = self._draw(work, packed, given, work.masks())
+            followed = self._followed_by(work, packed, outcome)
         result = outcome.result(plan.step, 0.0)
         if work is not None and work.rules.reads:
             work.rules.drawn(result)
@@ -330,7 +354,8 @@ class PagedExecutor:
             follows = work.rules.results()
         seconds = time.perf_counter() - began
         launched = self._after(plan)
-        return replace(result, seconds=seconds).with_parts(*[each.result() for each in launched], *follows)
+        parts = [each.result() for each in (*launched, *followed)]
+        return verified(replace(result, seconds=seconds).with_parts(*parts, *follows), outcome.drafts(plan))
 
     def _start_on_cuda(self, plan: StepPlan, work: Work | None) -> Flight:
         self._draw_late()
@@ -363,13 +388,15 @@ class PagedExecutor:
 
     def _complete(self, flight: CudaFlight) -> None:
         """Launch a step's draw, and then the work of its parts."""
-        work, outcome = flight.work, self._nothing
-        if work is not None and flight.computed is not None:
-            outcome = self._draw(work, *flight.computed, work.masks())
+        work, computed, outcome = flight.work, flight.computed, self._nothing
+        if work is not None and computed is not None:
+            outcome = self._draw(work, *computed, work.masks())
             if work.rules.reads:
                 work.rules.drawn(flight)
         flight.computed, flight.outcome = None, outcome.on_host()
-        flight.done.record()
+        flight.done.record()  # the host does not wait for what follows from the tokens
+        if work is not None and computed is not None:
+            flight.followed = [each.on_host() for each in self._followed_by(work, computed[0], outcome)]
         flight.launched = self._after(flight.plan)
 
     def _read(self, flight: CudaFlight) -> None:
@@ -410,14 +437,17 @@ class PagedExecutor:
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
             last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
             drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last, masks=masks)
-            outcome, given = Outcome(drawn, staged.wishes, found), drawn.tokens
+            inputs = packed.ids.index_select(0, packed.sample_at) if staged.has_guessed else None
+            outcome, given = Outcome(drawn, staged.wishes, found, inputs), drawn.tokens
             self.memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
-            if work.drawn:
-                followed = [each(packed, given) for each in work.drawn]
-                outcome = replace(outcome, found=(*found, *followed))
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
         return outcome
+
+    @torch.inference_mode()
+    def _followed_by(self, work: Work, packed: PackedStep, outcome: Outcome) -> list[Found]:
+        """Launch the parts' work that follows from a step's tokens."""
+        return [each(packed, outcome.drawn.tokens) for each in work.drawn]
 
     def _read_hidden(
         self, work: Work, packed: PackedStep, hidden: torch.Tensor

@@ -497,6 +497,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             device=spec.device,
             samples=config.max_samples,
             inputs=self._inputs(),
+            guesses=max((part.guesses for part in self.parts), default=0),
         )
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 

@@ -126,6 +126,8 @@ class PartExecutor:
     def follow(self, staged: StagedStep) -> Sequence[DrawnWork]:
         """Functions that compute the part's results once a step's tokens are drawn.
 
+        On CUDA the host does not wait for them: it has the step's tokens before, and the results with the next step's.
+
         The step keeps the inputs of the part's tapped layers if there are any such functions. Called when the step is
         submitted, in plan order; not called on a device that draws no tokens.
         """
@@ -220,6 +222,11 @@ class DevicePart(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes on the device that the part keeps as long as the engine runs."""
+        return 0
+
+    @property
+    def guesses(self) -> int:
+        """Most tokens that the part's work guesses for a row (`GUESSED`)."""
         return 0
 
     @property

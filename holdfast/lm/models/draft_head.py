@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
 from holdfast.files.regular import name_of_regular
+from holdfast.lm.kernels.attention.row_attention import attend_rows
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint, check_finite
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import architecture_of, files_of, read_json
@@ -98,11 +99,11 @@ class DraftHead:
         `own` are the names of those that are not the target's.
         """
         self.spec, self.tensors, self.own = spec, dict(tensors), own
-        layer = {name.removeprefix(LAYER): each for name, each in tensors.items() if name.startswith(LAYER)}
-        self._layer = layer
+        self.layer = {name.removeprefix(LAYER): each for name, each in tensors.items() if name.startswith(LAYER)}
+        """The layer's tensors, by their names without LAYER."""
         weight = tensors["fc.weight"]
-        frequencies = spec.rope.inverse_frequencies(spec.dim, max_positions)
-        self._frequencies = frequencies.to(weight.device)
+        self.frequencies = spec.rope.inverse_frequencies(spec.dim, max_positions).to(weight.device)
+        """The angle per position of each pair, in radians, [D / 2] float32."""
         self._ids: torch.Tensor | None = None
         if "d2t" in tensors:
             self._ids = torch.arange(spec.draft_vocab_size, device=weight.device) + tensors["d2t"]
@@ -114,14 +115,29 @@ class DraftHead:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of the weights that one guess reads."""
-        read = (each for name, each in self.tensors.items() if name not in ("embed_tokens.weight", "d2t"))
-        return sum(each.nbytes for each in read)
+        """Bytes of the weights that one guess reads: those of the layer and of the LM head."""
+        return sum(each.nbytes for each in (*self.layer.values(), self.tensors["lm_head.weight"]))
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of weights and activations."""
         return self.tensors["fc.weight"].dtype
+
+    def stack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the weights that read the same input next to each other, so that one product reads them all.
+
+        Returns those of queries, keys and values [(H + 2 Hkv) D, 2 hidden], and those of gate and up [2 inner, hidden].
+        `tensors` has their parts from then on, so they take no further memory.
+        """
+        return self._stacked("self_attn.", "q_proj", "k_proj", "v_proj"), self._stacked("mlp.", "gate_proj", "up_proj")
+
+    def _stacked(self, prefix: str, *names: str) -> torch.Tensor:
+        names = tuple(f"{prefix}{name}.weight" for name in names)
+        whole = torch.cat([self.layer[name] for name in names])
+        parts = torch.split(whole, [len(self.layer[name]) for name in names])
+        self.layer.update(zip(names, parts, strict=True))
+        self.tensors.update((LAYER + name, part) for name, part in zip(names, parts, strict=True))
+        return whole
 
     def combine(self, taps: torch.Tensor) -> torch.Tensor:
         """The hidden states [..., hidden] of tokens, from the inputs [..., layers, target hidden] of tapped layers."""
@@ -133,8 +149,8 @@ class DraftHead:
         They are those of tokens with these `hidden` states [..., hidden], and of the tokens `following` them [...].
         """
         embedded = functional.embedding(following, self.tensors["embed_tokens.weight"])
-        normed = self._norm(hidden, self._layer["hidden_norm.weight"])
-        both = torch.cat((self._norm(embedded, self._layer["input_layernorm.weight"]), normed), -1)
+        normed = self._norm(hidden, self.layer["hidden_norm.weight"])
+        both = torch.cat((self._norm(embedded, self.layer["input_layernorm.weight"]), normed), -1)
         return both, normed if self.spec.norm_before_residual else hidden
 
     def keys_values(self, entered: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +164,7 @@ class DraftHead:
 
     def leave(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The layer's output [..., hidden], from its attention [..., H, D]. It is the hidden state of the next pass."""
-        layer = self._layer
+        layer = self.layer
         hidden = residual + functional.linear(attended.flatten(-2), layer["self_attn.o_proj.weight"])
         normed = self._norm(hidden, layer["post_attention_layernorm.weight"])
         gate = functional.silu(functional.linear(normed, layer["mlp.gate_proj.weight"]))
@@ -161,7 +177,10 @@ class DraftHead:
 
     def guess(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest next tokens [...] of the target's vocabulary, from the layer's output."""
-        drafted = self.logits(hidden).argmax(-1)
+        return self.target_tokens(self.logits(hidden).argmax(-1))
+
+    def target_tokens(self, drafted: torch.Tensor) -> torch.Tensor:
+        """The target's tokens [...] for those of the draft vocabulary [...]."""
         return drafted if self._ids is None else self._ids[drafted]
 
     def attend(
@@ -171,20 +190,16 @@ class DraftHead:
 
         `seen` [S, N] says which keys each query sees.
         """
-        # PyTorch's own attention may build a plan for each new number of keys, which takes longer than all passes.
-        grouped = queries.reshape(len(queries), self.spec.kv_heads, -1, self.spec.dim)
-        scores = torch.einsum("skgd,snkd->skgn", grouped, keys).float() * self.spec.dim**-0.5
-        weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
-        return torch.einsum("skgn,snkd->skgd", weights, values).flatten(1, 2)
+        return attend_rows(queries, keys, values, seen)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.eps)
 
     def _heads(self, entered: torch.Tensor, name: str, count: int) -> torch.Tensor:
-        return functional.linear(entered, self._layer[name]).view(*entered.shape[:-1], count, self.spec.dim)
+        return functional.linear(entered, self.layer[name]).view(*entered.shape[:-1], count, self.spec.dim)
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = positions[..., None].float() * self._frequencies
+        angles = positions[..., None].float() * self.frequencies
         cosine = (angles.cos() * self.spec.rope.amplitude).to(x.dtype)[..., None, :]
         sine = (angles.sin() * self.spec.rope.amplitude).to(x.dtype)[..., None, :]
         first, second = x.chunk(2, -1)

@@ -85,7 +85,7 @@ class StepBuilder(ABC):
         self.predicted = 0.0
         """Seconds that the policy expects the step to take; 0 if it predicts nothing."""
         self.reserved = 0.0
-        """Seconds of a step with streams that batch requests leave to other work. Set before the policy plans."""
+        """Seconds of a step with streams that prompts and batch requests leave to other work. Set before they plan."""
         self.pace: Callable[[int, int], int] | None = None
         """Number of tokens of [start, stop) that the step may compute. Set by a policy that bounds prefills by time."""
         self.weigh: Callable[[Entry], float] | None = None
@@ -183,6 +183,10 @@ class StepBuilder(ABC):
         """Start a waiting sequence if memory has room for it (`Admission.start`). Returns whether it did."""
         admission = Admission(self._queues, self.number, self.now, self._writes, self._swap_in)
         return admission.start(entry, most=most, at_once=at_once)
+
+    def reserve(self, seconds: float) -> None:
+        """Leave this much of the time of a step with streams to other work, which the streams wait for as well."""
+        self.reserved += seconds
 
     def preempt(self, entry: Entry) -> None:
         """Let a running sequence that the step does not plan yet wait again. Its row and its blocks are free then."""

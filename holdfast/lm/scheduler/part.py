@@ -93,6 +93,10 @@ class PartStep(Protocol):
         """Most seconds that the step may take; infinite: no policy bounds it before it plans."""
         ...
 
+    def reserve(self, seconds: float) -> None:
+        """Leave this much of the time of a step with streams to other work, which the streams wait for as well."""
+        ...
+
     @property
     def num_tokens(self) -> int:
         """Tokens planned so far."""

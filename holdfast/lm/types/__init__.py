@@ -22,6 +22,7 @@ from holdfast.lm.types.device import (
 )
 from holdfast.lm.types.padding import QUANTUM, BatchShape, padded_columns, padded_rows, whole_quanta
 from holdfast.lm.types.plan import (
+    GUESSED,
     NO_COPIES,
     NO_FORECAST,
     PENDING,
@@ -56,6 +57,7 @@ __all__ = [
     "COPIES_AHEAD_BYTES",
     "COPIES_FOR_OTHERS_BYTES",
     "DEFAULT_TOKEN_BUDGET",
+    "GUESSED",
     "NONE_COPIED",
     "NO_COPIES",
     "NO_FORECAST",

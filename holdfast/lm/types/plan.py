@@ -11,6 +11,8 @@ from holdfast.lm.types.sampling import Sampling
 
 PENDING = -1
 """Stands for the last token that the row sampled, which the host may not know yet. The executor fills it in."""
+GUESSED = -2
+"""Stands for the first token that the device guessed after that; GUESSED - n for the n-th one after it."""
 
 
 class Segment(NamedTuple):
@@ -27,7 +29,7 @@ class Segment(NamedTuple):
     start: int
     stop: int
     tokens: tuple[int, ...]
-    """Token ids at [start, stop). The first may be PENDING; known or drafted tokens follow."""
+    """Token ids at [start, stop). The first may be PENDING; known or drafted tokens follow, or GUESSED ones."""
     sampling: Sampling | None
     """How to sample after the segment; None if it ends before the last token. `StepPlan.samples` has the number."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep
-from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types import GUESSED, PENDING, Sampling, Segment, StepPlan, TableWrite
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -81,6 +81,15 @@ def test_pending_tokens_are_the_last_sampled_of_their_row() -> None:
     writes = tuple(TableWrite(row, 0, (row,)) for row in range(4))
     packed = step(batch, segment(2, 0, (PENDING,)), segment(0, 0, (7,)), segment(1, 0, (PENDING,)), writes=writes)
     assert packed.ids.tolist() == [102, 7, 101]
+
+
+def test_guessed_tokens_are_those_that_the_device_guessed_for_their_row() -> None:
+    batch = Batch(rows=3, max_blocks=8, max_tokens=32, block_size=4, device=torch.device("cpu"), guesses=2)
+    batch.drawn.copy_(torch.arange(100, 109).view(3, 3))
+    writes = tuple(TableWrite(row, 0, (row,)) for row in range(3))
+    packed = step(batch, segment(2, 0, (PENDING, GUESSED, GUESSED - 1)), segment(0, 0, (7, GUESSED)), writes=writes)
+    assert packed.ids.tolist() == [106, 107, 108, 7, 101]
+    assert batch.last_token.tolist() == [100, 103, 106]
 
 
 def test_each_sampled_row_gets_its_own_sampling_record() -> None:

@@ -15,6 +15,7 @@ import torch
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.choice import compose_scheduler, make_planning
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.draft_head import DraftHead
@@ -84,6 +85,46 @@ def test_random_histories_give_the_tokens_that_each_request_gets_without_a_head(
     model: Decoder, head: DraftHead
 ) -> None:
     check_histories([(played(model, seed, None)[0], played(model, seed, head)) for seed in (0, 1)])
+
+
+class Moment:
+    """A CUDA event of a device that has done all work at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at, "nobody waits for what is not launched"
+
+    def query(self) -> bool:
+        return self.at > 0
+
+    def elapsed_time(self, other: Moment) -> float:
+        return 1000 * (other.at - self.at)
+
+
+def test_launched_as_on_a_gpu_the_tokens_are_the_same_and_guesses_come_with_the_next_result(
+    model: Decoder, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, seen = played(model, 0, None)[0], Seen()
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(PagedExecutor, "close", lambda executor: None)
+    choose = random.Random(0)
+    loop = loop_of(model, head, flight=2, observers=(seen,), token_budget=48)
+    loop.executor._worker.shutdown()
+    loop.executor._worker = None
+    found, _, stats = play(loop, requests(0, KINDS, 12, prompt=40, tokens=70), choose, aborts=False)
+    assert {name: tokens for name, (tokens, _) in found.items()} == {
+        name: tokens for name, (tokens, _) in plain.items()
+    }
+    asked = [plan.part(HeadPlan).drafts for plan in seen.plans]
+    assert sum(map(bool, asked)) > 20 and stats.drafts_accepted > 5
+    for drafts, result in zip(asked, seen.results[1:], strict=False):
+        assert result.part(HeadResult).passes == drafts
+    assert sum(plan.samples is not None for plan in seen.plans) > 10
 
 
 class Seen:

@@ -39,7 +39,7 @@ class SpeculationBuilder(PartBuilder):
             head = read_head(found.directory, model)
         except UnsupportedCheckpoint as error:  # the head, not the model: no other executor would help
             raise ValueError(str(error)) from None
-        return (HeadDevice(head, config.most_sequences, model.spec.weight_bytes),)
+        return (HeadDevice(head, config.most_sequences, model.spec.weight_bytes, config.draft_tokens),)
 
     def allocated(self, shape: EngineShape) -> EngineShape:
         """Raises ValueError if the configuration names a drafter, and the engine can have none."""

@@ -15,14 +15,12 @@ BLOCK = 256
 def write_step_inputs(
     ids: torch.Tensor,
     token_rows: torch.Tensor,
-    last_token: torch.Tensor,
+    drawn: torch.Tensor,
     tables: torch.Tensor,
     write_at: torch.Tensor,
     write_block: torch.Tensor,
-    *,
-    pending: int,
 ) -> None:
-    """Replace ids [T] that equal `pending` by last_token[token_rows], and write write_block [W] at tables[write_at].
+    """Replace ids [T] below 0 by drawn[token_rows, -1 - id], and write write_block [W] at tables[write_at].
 
     `write_at` indexes the flattened tables. A place may occur twice if the block is the same. Tables are int32 of any
     shape; all others are int64; all are contiguous. This is not a programmatic dependent launch, because the next
@@ -30,20 +28,20 @@ def write_step_inputs(
     """
     count = max(len(ids), len(write_at))
     write_step_inputs_kernel[(triton.cdiv(count, BLOCK),)](
-        ids, token_rows, last_token, tables, write_at, write_block, len(ids), len(write_at), pending, BLOCK=BLOCK
+        ids, token_rows, drawn, tables, write_at, write_block, len(ids), len(write_at), drawn.shape[1], BLOCK=BLOCK
     )
 
 
-@triton.jit(do_not_specialize=["tokens", "entries", "pending"])
+@triton.jit(do_not_specialize=["tokens", "entries", "width"])
 def write_step_inputs_kernel(
-    ids, token_rows, last_token, tables, write_at, write_block, tokens, entries, pending, BLOCK: tl.constexpr
+    ids, token_rows, drawn, tables, write_at, write_block, tokens, entries, width, BLOCK: tl.constexpr
 ):
     """Complete BLOCK tokens and BLOCK table entries. Program (BLOCK tokens and table entries)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    asked = tl.load(ids + at, mask=at < tokens, other=0) == pending
-    asked = asked & (at < tokens)
+    token = tl.load(ids + at, mask=at < tokens, other=0)
+    asked = token < 0
     row = tl.load(token_rows + at, mask=asked, other=0)
-    tl.store(ids + at, tl.load(last_token + row, mask=asked, other=0), mask=asked)
+    tl.store(ids + at, tl.load(drawn + row * width - 1 - token, mask=asked, other=0), mask=asked)
     entry = at < entries
     place = tl.load(write_at + at, mask=entry, other=0)
     block = tl.load(write_block + at, mask=entry, other=0)

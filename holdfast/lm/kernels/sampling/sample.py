@@ -33,13 +33,13 @@ def sample(
     """
     if logits.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.
-        from holdfast.lm.kernels.sampling.sample_kernels import argmax, sample_rows
+        from holdfast.lm.kernels.sampling.sample_kernels import sample_rows
 
         if not any_random:
             return argmax(logits)
         return sample_rows(logits, temperature, top_k, top_p, seed, position, any_filtered=any_filtered)
     if not any_random:
-        return _argmax(logits)
+        return argmax(logits)
     if not any_filtered:
         _, tokens = best_tokens(logits, temperature, seed, position, any_random=any_random)
         return tokens
@@ -76,12 +76,17 @@ def best_tokens(
         scores = torch.where(is_random, scores + _gumbel(seed, position, tokens), scores)
     else:
         scores = logits
-    best = _argmax(scores)
+    best = argmax(scores)
     return scores.gather(1, best[:, None])[:, 0].float(), best + first
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The index of the largest number in each row. On a CPU, NumPy's argmax is vectorised and PyTorch's is not."""
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The index [B] of the largest number in each row of logits [B, V], without waiting for the device."""
+    if logits.device.type == "cuda":
+        from holdfast.lm.kernels.sampling import sample_kernels  # a CPU installation has no Triton
+
+        return sample_kernels.argmax(logits)
+    # On a CPU, NumPy's argmax is vectorised and PyTorch's is not.
     if logits.dtype == torch.float32 and logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)

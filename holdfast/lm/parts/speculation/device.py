@@ -16,6 +16,8 @@ from holdfast.lm.execution.part import Allocated, DevicePart, DrawnWork, Found, 
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.base import StreamTaps
 from holdfast.lm.models.draft_head import DraftHead
+from holdfast.lm.models.head_layer import HeadLayer
+from holdfast.lm.parts.speculation.passes import HeadPasses, Last
 from holdfast.lm.parts.speculation.values import HeadPlan, HeadResult
 from holdfast.lm.parts.speculation.windows import Kept, Shift, Span, Windows
 from holdfast.lm.types import StepPlan
@@ -83,11 +85,11 @@ class FoundDrafts:
         return FoundDrafts(drafts, self.seconds, self.events)
 
     def result(self) -> HeadResult:
-        seconds = self.seconds
+        seconds, apart = self.seconds, self.events is not None
         if self.events is not None:
             seconds = self.events[0].elapsed_time(self.events[1]) / 1000
         found = tuple([tuple(each) for each in self.drafts.tolist()])
-        return HeadResult(found, self.drafts.shape[1], seconds)
+        return HeadResult(found, self.drafts.shape[1], seconds, apart)
 
 
 class HeadExecutor(PartExecutor):
@@ -95,16 +97,24 @@ class HeadExecutor(PartExecutor):
 
     The keys and values of a position depend on its hidden state and on the token after it, and on nothing else. So all
     positions of a step get theirs at once, and only the last accepted one of each sequence goes through the layer.
-    From there, each guess is one more pass, whose keys are not kept: the next step has the true ones.
+    From there, each guess is one more pass. Its keys are in the slots after that, until the next step writes the true
+    ones there.
     """
 
     plans = (HeadPlan,)
 
-    def __init__(self, head: DraftHead, memory: HeadMemory) -> None:
-        """`memory` belongs to this executor alone from now on."""
+    def __init__(self, head: HeadLayer, memory: HeadMemory, drawn: torch.Tensor, *, captured: bool = False) -> None:
+        """`memory` belongs to this executor alone from now on. `captured`: passes run as CUDA graphs.
+
+        `drawn` is `Batch.drawn` [rows, 1 + most guesses]. It gets the guesses of each row.
+        """
+        self._drawn, most = drawn, drawn.shape[1] - 1
         self._head, self._taps, self._device = head, memory.taps, memory.keys.device
-        self._keys, self._values, self._waiting = memory.keys, memory.values, memory.waiting
-        self._windows = Windows(memory.keys.shape[1])
+        self._caches, self._waiting = (memory.keys, memory.values), memory.waiting
+        self._windows, self._most = Windows(memory.keys.shape[1]), most
+        self._passes = HeadPasses(head, self._caches, most, captured=captured)
+        with torch.inference_mode():
+            self._passes.prepare()
         rows, slots = memory.keys.shape[:2]
         for segments, positions in rehearsed(rows, slots, len(self._taps.into), self._device.type):
             self._rehearse(segments, positions)
@@ -119,7 +129,7 @@ class HeadExecutor(PartExecutor):
         kept = segments * positions
         at, row = np.arange(kept), np.repeat(np.arange(segments), positions)
         slot, last = at % positions, positions * np.arange(1, segments + 1) - 1
-        drafted = min(positions, self._keys.shape[1] - 1) - 1
+        drafted = min(positions, self._windows.slots - 1) - 1
         nothing = np.empty(0, np.int64)
         places = Places(
             token=at,
@@ -137,24 +147,23 @@ class HeadExecutor(PartExecutor):
             wait_row=np.arange(segments),
         )
         ids = torch.zeros(kept, dtype=torch.int64, device=self._device)
-        self._run(ids, ids[:segments], places, (), 2, min(positions + 2, self._keys.shape[1]))
+        FoundDrafts(self._run(ids, ids[:segments], places, (), min(2, self._most))).on_host()
 
     def follow(self, staged: StagedStep) -> Sequence[DrawnWork]:
         plan = staged.plan.part(HeadPlan)
         if not plan.keeps:
             return ()
-        kept, shifts = self._windows.enter(spans_of(staged.plan), plan.drafts)
-        places = places_of(staged, kept)
-        longest = int(max((places.slot[each] for each in places.first), default=-1)) + 1
-        longest += int(places.counts.max(initial=0)) + plan.drafts
 
         def work(packed: PackedStep, drawn: torch.Tensor) -> FoundDrafts:
+            # Only now, while the device computes the step. Before that it would wait.
+            kept, shifts = self._windows.enter(spans_of(staged.plan), plan.drafts)
+            places = places_of(staged, kept)
             began = time.perf_counter()
             events = None
             if self._device.type == "cuda":
                 events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 events[0].record()
-            drafts = self._run(packed.ids, drawn, places, shifts, plan.drafts, min(longest, self._windows.slots))
+            drafts = self._run(packed.ids, drawn, places, shifts, plan.drafts)
             if events is not None:
                 events[1].record()
                 return FoundDrafts(drafts, 0.0, (events[0], events[1]))
@@ -163,21 +172,14 @@ class HeadExecutor(PartExecutor):
         return (work,)
 
     def _run(
-        self,
-        ids: torch.Tensor,
-        drawn: torch.Tensor,
-        places: Places,
-        shifts: Sequence[Shift],
-        drafts: int,
-        longest: int,
+        self, ids: torch.Tensor, drawn: torch.Tensor, places: Places, shifts: Sequence[Shift], drafts: int
     ) -> torch.Tensor:
         """Keep the positions of a step, and guess the next tokens [S, drafts] of its sampling segments.
 
         `ids` [T] are the tokens of the batch, and `drawn` [R] those that were drawn after its sampling positions.
-        `longest` is the number of slots that a query may see.
         """
         for row, source, count in shifts:
-            for kept in (self._keys, self._values):
+            for kept in self._caches:
                 kept[row, :count] = kept[row, source : source + count].clone()
         at = self._uploaded(places)
         head, taps, waiting = self._head, self._taps.into, self._waiting
@@ -186,18 +188,21 @@ class HeadExecutor(PartExecutor):
             read[at.waited] = waiting.index_select(0, at.row[at.waited])
         following = ids.index_select(0, at.following)
         following[at.drawn] = drawn
-        entered, residual = head.enter(head.combine(read), following)
-        keys, values = head.keys_values(entered, at.position)
-        self._keys[at.row, at.slot] = keys
-        self._values[at.row, at.slot] = values
+        hidden = head.combine(read)
+        head.keep(hidden, following, at.position, at.row * self._windows.slots + at.slot, self._caches)
         if len(places.wait_row):
             waiting[at.wait_row] = taps.index_select(0, at.wait_token)
         if not drafts or not len(places.first):
             return drawn.new_empty(len(places.first), 0)
         last = at.first + self._accepted(ids, drawn, at)
-        return self._guess(
-            entered[last], residual[last], at.position[last], at.row[last], at.slot[last], drafts, longest
-        )
+        each = Last(*(each.index_select(0, last) for each in (hidden, following, at.position, at.row, at.slot)))
+        guesses = self._guess(each, drafts)
+        self._drawn[:, 1 : 1 + drafts].index_copy_(0, each.row, guesses)
+        return guesses
+
+    def _guess(self, last: Last, drafts: int) -> torch.Tensor:
+        """The guesses [S, drafts] after these positions."""
+        return self._passes.guess(last, drafts)
 
     @staticmethod
     def _accepted(ids: torch.Tensor, drawn: torch.Tensor, at: Any) -> torch.Tensor:
@@ -208,31 +213,6 @@ class HeadExecutor(PartExecutor):
         right = (ids[at.guessed] == drawn[at.draws]).view(segments, -1)
         right &= torch.arange(right.shape[1], device=ids.device) < at.counts[:, None]
         return right.cumprod(1).sum(1)
-
-    def _guess(
-        self,
-        entered: torch.Tensor,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        drafts: int,
-        longest: int,
-    ) -> torch.Tensor:
-        """The guesses [S, drafts] after the positions [S] in `slots` [S] of `rows` [S], whose own keys are kept."""
-        head, numbers = self._head, torch.arange(longest, device=self._device)
-        keys, values = (kept[:, :longest].index_select(0, rows) for kept in (self._keys, self._values))
-        segments = torch.arange(len(rows), device=self._device)
-        guesses: list[torch.Tensor] = []
-        while True:
-            attended = head.attend(head.queries(entered, positions), keys, values, numbers <= slots[:, None])
-            hidden = head.leave(attended, residual)
-            guesses.append(head.guess(hidden))
-            if len(guesses) == drafts:
-                return torch.stack(guesses, 1)
-            positions, slots = positions + 1, slots + 1
-            entered, residual = head.enter(hidden, guesses[-1])
-            keys[segments, slots], values[segments, slots] = head.keys_values(entered, positions)
 
     def _uploaded(self, places: Places) -> Any:
         """The indices on the device, in one copy."""
@@ -325,20 +305,32 @@ def _joined(parts: Sequence[Indices]) -> Indices:
 class HeadDevice(DevicePart):
     """A draft head of a model on a device."""
 
-    def __init__(self, head: DraftHead, rows: int, model_bytes: int) -> None:
-        """`rows` is the number of rows of the executor, `model_bytes` the size of the model's weights."""
-        self.head, self._rows = head, rows
+    def __init__(self, head: DraftHead, rows: int, model_bytes: int, most: int = 15) -> None:
+        """`rows` is the number of rows of the executor, `model_bytes` the size of the model's weights.
+
+        `most` is the largest number of guesses for a sequence.
+        """
+        self.head, self.layer, self._rows, self._most = head, HeadLayer(head), rows, most
         self.pass_share = head.pass_bytes / max(1, model_bytes)
         """Share of a step's weights that one pass reads: an estimate of its time before any is measured."""
         self._memory: HeadMemory | None = None
+
+    @property
+    def guesses(self) -> int:
+        return self._most
 
     @property
     def nbytes(self) -> int:
         return self.head.nbytes + (0 if self._memory is None else self._memory.nbytes)
 
     def workspace_bytes(self) -> int:
-        """A step's guesses read copies of the keys and values of its sequences."""
-        return self.memory.keys.nbytes + self.memory.values.nbytes
+        """A step's work reads a copy of the taps, and makes about eight rows of hidden states of each.
+
+        A pass makes logits and a few rows as wide as the MLP. Graphs keep memory of their own for that.
+        """
+        spec, taps = self.head.spec, self.memory.taps.into
+        each = 2 * (spec.draft_vocab_size + 4 * spec.inner + 16 * spec.hidden)
+        return taps.nbytes + taps.element_size() * (8 * spec.hidden * len(taps) + each * self._rows)
 
     def taps(self, max_tokens: int) -> StreamTaps:
         spec, like = self.head.spec, self.head.tensors["fc.weight"]  # before the cache takes the rest of the memory
@@ -356,4 +348,5 @@ class HeadDevice(DevicePart):
         return self._memory
 
     def executor(self, allocated: Allocated) -> HeadExecutor:
-        return HeadExecutor(self.head, self.memory)
+        memory = allocated.memory
+        return HeadExecutor(self.layer, self.memory, memory.batch.drawn, captured=bool(memory.graphs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
@@ -31,9 +32,10 @@ PRIOR = 10
 """Number of steps for which predictions of a new batch size weigh as much as measurements."""
 WEIGHT = 0.1
 """Weight of one step in the running means of gaps and of measured over predicted times."""
-MOST_GAP, MOST_RATIO, MOST_CYCLE = 0.02, 4.0, 2.0
-"""Upper limits of a single measurement: a gap in seconds; a step's time over the predicted one; and the tokens that a
-step with drafts should have given in its time, over those that it gave."""
+MOST_GAP, MOST_GAPS, MOST_RATIO, MOST_CYCLE = 0.02, 4.0, 4.0, 2.0
+"""Upper limits of a single measurement: a gap in seconds, and over the usual gap before steps with drafts; a step's
+time over the predicted one; and the tokens that a step with drafts should have given in its time, over those that it
+gave."""
 
 
 class Planned(NamedTuple):
@@ -108,6 +110,8 @@ class DraftingPart(Verification):
         """Measured over predicted time of steps of decodes without drafts; the further ratio of those with drafts."""
         self._accounts: dict[int, Account] = {}
         """Account of each batch size, by the power of two that the number of decodes is below."""
+        self._margin = MARGIN
+        """Times the tokens per second of steps without drafts that those with drafts must give now."""
         self._idle = 0.0
         """Seconds that the device waits for the host before a step that was planned ahead."""
         self._promise = 0.0
@@ -119,8 +123,8 @@ class DraftingPart(Verification):
         self._last = Planned(-1, 0.0, waited=False)
         self._seconds, self._given = inf, 0
         """Seconds of the last step whose result is known, and the number of tokens that it gave."""
-        self._apart = 0.0
-        """Further seconds that the device spent on work of other parts after that step."""
+        self._apart = self._guessed = 0.0
+        """Further seconds that the device spent on work of other parts after that step, and on guesses before it."""
         self._further = 0.0
         """Predicted seconds that the device spends on guesses in the step under construction."""
 
@@ -128,8 +132,12 @@ class DraftingPart(Verification):
         """The account of steps with drafts that have about this many decodes."""
         size = rows.bit_length()
         if size not in self._accounts:
-            self._accounts[size] = Account(GAP + GAP_OF_ROW * rows)
+            self._accounts[size] = Account(self.first_gap(rows))
         return self._accounts[size]
+
+    def first_gap(self, rows: int) -> float:
+        """Expected seconds that the device waits for the host before a step with drafts, before any were measured."""
+        return GAP + GAP_OF_ROW * rows
 
     def begin(self, step: PartStep) -> None:
         super().begin(step)
@@ -139,7 +147,10 @@ class DraftingPart(Verification):
             decoding = [entry for entry in decoding if entry.next_step <= step.number]
         in_flight = step.in_flight and any(unknown(entry) for entry in decoding)
         in_flight = in_flight and step.bound == inf  # a bounded step must not wait for the host
-        if in_flight and (self.pays(decoding) or (only and self._too_few(decoding, step.number))):
+        # A stream whose drafts are verified in a step sits out the next one. If prompts filled that one to the target,
+        # the stream would be late.
+        sits_out = self._target < inf and not only and any(entry.next_step > step.number for entry in decoding)
+        if in_flight and (self.pays(decoding) or sits_out or (only and self._too_few(decoding, step.number))):
             step.postpone()  # it is planned once their tokens are known
             return
         self._measure(step)
@@ -170,8 +181,10 @@ class DraftingPart(Verification):
 
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from the result of a step how long steps take, and which guesses were right."""
-        self._seconds, self._given, self._apart = result.seconds, len(result.tokens), result.seconds_apart
-        seconds = result.seconds - self.guessing(result)
+        within, self._guessed = self.guessing(result)
+        self._seconds, self._given = result.seconds, len(result.tokens)
+        self._apart = result.seconds_apart - self._guessed
+        seconds = result.seconds - within
         if plan.step not in self._planned:
             return
         sampling, drafts, predicted = self._planned.pop(plan.step)
@@ -199,9 +212,9 @@ class DraftingPart(Verification):
     def verified(self, entry: Entry, hits: int, *, missed: bool) -> None:
         """Learn that a sequence's first `hits` guesses were right, and whether the next one was wrong."""
 
-    def guessing(self, result: StepResult) -> float:
-        """Seconds of a step that the device spent on guesses."""
-        return 0.0
+    def guessing(self, result: StepResult) -> tuple[float, float]:
+        """Seconds that the device spent on guesses: those of the step, and those that are apart from it."""
+        return 0.0, 0.0
 
     def _measure(self, step: PartStep) -> None:
         """Learn from the time since the last step was planned, if this one follows it at once."""
@@ -209,7 +222,7 @@ class DraftingPart(Verification):
         if last.number != step.number - 1 or last.waited is not waited or not step.running:
             return
         cycle = step.now - last.at - self._apart
-        gap = cycle - self._seconds
+        gap = cycle - self._seconds - self._guessed
         if gap >= MOST_GAP + self._seconds:
             return
         gap = min(max(gap, 0.0), MOST_GAP)
@@ -217,7 +230,7 @@ class DraftingPart(Verification):
             self._idle += WEIGHT * (gap - self._idle)
             return
         account = self.account(last.rows)
-        account.gap += WEIGHT * (gap - account.gap)
+        account.gap += WEIGHT * (min(gap, MOST_GAPS * max(account.gap, GAP)) - account.gap)
         if last.promise:
             # A step that took many times what was predicted waited for something else than its drafts.
             most = MOST_CYCLE * max(self._given, last.rows)
@@ -237,40 +250,46 @@ class DraftingPart(Verification):
         return rows / (whole + self.account(rows).gap) > (rows + free) / (whole + alone + self._idle)
 
     def _shares(
-        self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: int, *, waited: bool = False
+        self,
+        uses: Sequence[Sequence[float]],
+        contexts: list[int],
+        room: int,
+        *,
+        waited: bool = False,
+        anyway: bool = False,
     ) -> tuple[list[int], float]:
         """How many guesses of each sequence to verify, and predicted tokens per second; none and 0 if it does not pay.
 
-        `chances` has for each sequence the chance of a guess, the number of guesses, and the chance that there are any.
+        `uses` has for each sequence the chances that its first guess is used, its second one, and so on, which fall.
         `contexts` are those of all decodes of the step. There are at most `room` guesses in all. The guesses with the
-        highest chance of use come first: the chance of a sequence's n-th guess is the n-th power of its chance. They
-        must beat a step that was planned ahead; or, if the device has `waited` anyway, one that was not.
+        highest chance of use come first. They must beat a step that was planned ahead; or, if the device has `waited`
+        anyway, one that was not; or, if they are to be verified `anyway`, nothing but the target.
         """
         rows = len(contexts)
         attention = self._predictor.decodes(contexts)
-        uses = [match * chance**place for chance, count, match in chances for place in range(1, count + 1)]
         account, ratio = self.account(rows), self._ratio * self._drafts_ratio
         plain = self._ratio * (self._predictor.drafted(rows, []) + attention)
         best = (
             rows / (plain + self._further + account.gap)
             if waited
-            else MARGIN * rows / (plain + self._idle) / account.trust
+            else self._margin * rows / (plain + self._idle) / account.trust
         )
+        best = 0.0 if anyway else best
         share, gain = 0, 0.0
-        order = sorted(uses, reverse=True)[: max(0, room)]
+        order = sorted(chain.from_iterable(uses), reverse=True)[: max(0, room)]
         every = 1 if len(order) <= 64 else 8
         for count, chance in enumerate(order, 1):
             gain += chance
             if count % every and count < len(order):
                 continue
             seconds = ratio * (self._predictor.drafted(rows + count, []) + attention) + self._further
-            if seconds > self._target:
+            if seconds + account.gap > self._target:
                 break
             if (rate := (rows + gain) / (seconds + account.gap)) > best:
                 best, share = rate, count
         if not share:
             return [], 0.0
-        return shares_of(chances, order[share - 1], share), best
+        return shares_of(uses, order[share - 1], share), best
 
     def _each(self, rows: int) -> int:
         """Most guesses to look for in each of `rows` sequences: twice the number for which there is room in all."""
@@ -286,20 +305,26 @@ def unknown(entry: Entry) -> bool:
     return entry.sequence.in_flight > 0
 
 
-def shares_of(chances: Sequence[tuple[float, int, float]], least: float, share: int) -> list[int]:
+def shares_of(uses: Sequence[Sequence[float]], least: float, share: int) -> list[int]:
     """How many guesses of each sequence are among the `share` likeliest, of which the last has the chance `least`.
 
-    `chances` is that of `DraftingPart._shares`. Guesses of earlier sequences go first among those with the
-    chance `least`.
+    `uses` is that of `DraftingPart._shares`. Guesses of earlier sequences go first among those with the chance `least`.
     """
-    places = [[match * chance**place for place in range(1, count + 1)] for chance, count, match in chances]
-    shares = [sum(use > least for use in uses) for uses in places]
+    shares = [sum(use > least for use in each) for each in uses]
     left = share - sum(shares)
-    for number, uses in enumerate(places):
-        taken = min(left, uses.count(least))
+    for number, each in enumerate(uses):
+        taken = min(left, each.count(least))
         shares[number] += taken
         left -= taken
     return shares
+
+
+def falling(chances: Iterable[float], match: float = 1.0) -> list[float]:
+    """The chances that guesses are used. `chances` are those that each is right if all before it are.
+
+    `match` is the chance that there are any guesses.
+    """
+    return [match := match * chance for chance in chances]
 
 
 def after(rate: float, hits: int, *, missed: bool, gain: float = GAIN) -> float:

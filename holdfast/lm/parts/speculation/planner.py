@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast.core.cost import CostModel
-from holdfast.lm.parts.speculation.drafting import GAIN, MARGIN, MOST_RATE, DraftingPart, after
+from holdfast.lm.parts.speculation.drafting import GAIN, MARGIN, MOST_RATE, DraftingPart, after, falling
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
 from holdfast.lm.parts.speculation.verification import draftable
 from holdfast.lm.scheduler.entries import Entry
@@ -109,7 +109,8 @@ class SpeculationPart(DraftingPart):
         if sum(match * chance / (1 - chance) for chance, _, match in chances) < (MARGIN - 1) * rows:
             return False
         contexts = [entry.cache.planned + 1 for entry in decoding]
-        _, self._promise = self._shares(chances, contexts, self._sampled - rows)
+        uses = [falling([chance] * count, match) for chance, count, match in chances]
+        _, self._promise = self._shares(uses, contexts, self._sampled - rows)
         if not self._promise:
             self.account(rows).forget()
         return self._promise > 0
@@ -121,7 +122,7 @@ class SpeculationPart(DraftingPart):
         because too few decodes were free, drafts must beat steps that are planned ahead.
         """
         found: list[tuple[Entry, tuple[int, ...]]] = []
-        chances: list[tuple[float, int, float]] = []
+        uses: list[list[float]] = []
         each = self._each(len(step.sampling))
         for entry in step.sampling:
             if entry.sequence.in_flight > 1 or not draftable(entry):  # the token that this step samples is one
@@ -134,12 +135,12 @@ class SpeculationPart(DraftingPart):
             row.guess, row.next_guess = (), len(entry.sequence.tokens) + LONGEST_PAUSE  # the step will show more
             if guesses:
                 found.append((entry, guesses))
-                chances.append((min(row.hits, MOST_RATE), len(guesses), 1.0))
+                uses.append(falling([min(row.hits, MOST_RATE)] * len(guesses)))
         if not found:
             return {}
         contexts = [entry.cache.planned for entry in step.sampling]
         room = min(step.budget, self._sampled - len(contexts))
-        shares, _ = self._shares(chances, contexts, room, waited=self._promised > 0)
+        shares, _ = self._shares(uses, contexts, room, waited=self._promised > 0)
         return {entry: guesses[:share] for (entry, guesses), share in zip(found, shares, strict=False) if share}
 
     def _watched(self, entry: Entry) -> Row:

@@ -24,8 +24,17 @@ class HeadResult(PartResult):
     """The guesses of a draft head."""
 
     drafts: tuple[abc.Sequence[int], ...] = ()
-    """For each sampling segment of the plan, guesses at the tokens after the last one that it gave."""
+    """For each sampling segment of the step that guessed, guesses at the tokens after the last one that it gave.
+
+    Later steps name these tokens by `GUESSED`. On a GPU this result comes with that of the next step.
+    """
     passes: int = 0
     """Number of passes through the head: the number of guesses for each segment."""
     seconds: float = 0.0
-    """Seconds that the device spent on the head, a part of `StepResult.seconds`."""
+    """Seconds that the device spent on the head."""
+    apart: bool = False
+    """Whether `StepResult.seconds` does not include these seconds."""
+
+    @property
+    def seconds_apart(self) -> float:
+        return self.seconds if self.apart else 0.0

@@ -76,7 +76,7 @@ class TrainingSlices(Policy):
         self.share.observe(step)
         self.part.lend(step)
         if self.share.bound and self.share.allows and not (self._waits(step) or self._lacks_prompt(step)):
-            step.reserved = min(self.target, tuner.next_unit_seconds + RESERVE * self.target)
+            step.reserved = min(self.target, step.reserved + tuner.next_unit_seconds + RESERVE * self.target)
         self.inner.plan(step)
         if not tuner.has_work and step.number % WATCHED:
             return

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request
-from holdfast.lm.parts.speculation.drafting import GAP, MARGIN, PATIENCE, Account
+from holdfast.lm.parts.speculation.drafting import GAP, MARGIN, PATIENCE, Account, falling
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher, NgramDrafter, SuffixDrafter
 from holdfast.lm.parts.speculation.planner import Row, SpeculationPart
 from holdfast.lm.scheduler.policies import StallFree
@@ -353,7 +353,8 @@ def test_the_guesses_that_are_verified_are_the_likeliest_ones_and_as_many_as_giv
     model = cost(row=row)
     part = speculating(model).part(SpeculationPart)
     rows, gap = len(chances), part.account(len(chances)).gap
-    shares, rate = part._shares(chances, [1] * rows, room, waited=waited)
+    given = [falling([chance] * count, match) for chance, count, match in chances]
+    shares, rate = part._shares(given, [1] * rows, room, waited=waited)
     uses = sorted((m * c**place for c, count, m in chances for place in range(1, count + 1)), reverse=True)[:room]
 
     def seconds(tokens: int) -> float:

@@ -7,10 +7,10 @@ import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from holdfast.files.regular import read_bytes
 from holdfast.server.address import authority
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import MAX_HEADER_BYTES, connection_limit
@@ -109,8 +109,8 @@ class GrpcServer:
             if config.ssl_certfile is None:
                 self._server.add_insecure_port(address)
                 return
-            chain = Path(config.ssl_certfile).read_bytes()
-            key = chain if config.ssl_keyfile is None else Path(config.ssl_keyfile).read_bytes()
+            chain = read_bytes(config.ssl_certfile)
+            key = chain if config.ssl_keyfile is None else read_bytes(config.ssl_keyfile)
             credentials = self._grpc.ssl_server_credentials([(key, chain)])
             self._server.add_secure_port(address, credentials)
         except RuntimeError:

@@ -45,6 +45,8 @@ from benchmarks.lib.talks import SAID, Talk, Turn, said_in
 
 CHECK_SECONDS = 0.2
 """Seconds between two checks of a server's readiness."""
+HELD_SECONDS = 10
+"""Seconds for which a request is held while no server is ready, as checks of a busy machine may be late."""
 LAME_DUCK_SECONDS = 1.5
 """Seconds for which a server that leaves still serves requests: several checks."""
 TURNS = 8
@@ -109,10 +111,15 @@ class Balancer:
     async def send(self, method: str, path: str, body: Any = None) -> Any:
         """The reply of a ready server, to be read within the context. Raises httpx.HTTPError, ValueError."""
         tried: set[str] = set()
+        latest = time.monotonic() + HELD_SECONDS
         while True:
             able = sorted(self.ready - tried)
             if not able:
-                raise ValueError("no server is ready")
+                if time.monotonic() > latest:
+                    raise ValueError("no server is ready")
+                await asyncio.sleep(CHECK_SECONDS)
+                tried.clear()
+                continue
             url = able[next(self._turn) % len(able)]
             request = self.http.build_request(method, f"{url}{path}", json=body)
             try:
@@ -153,6 +160,7 @@ class Bench:
                 talk = Talk((await self.balancer.ask("POST", "/v1/conversations", {}))["id"])
             except (httpx.HTTPError, ValueError) as error:
                 self._note(error)
+                await asyncio.sleep(THINK_SECONDS)  # else a client that fails at once leaves no time for the checks
                 continue
             self.talks.append(talk)
             for number in range(TURNS):
@@ -166,6 +174,7 @@ class Bench:
                     await self._answer(talk, turn)
                 except (httpx.HTTPError, ValueError) as error:
                     self._note(error)
+                    await asyncio.sleep(THINK_SECONDS)
                     break
                 await asyncio.sleep(THINK_SECONDS)
                 if self.stop:

@@ -278,7 +278,7 @@ def serve(place: Place, features: Sequence[str], seed: int = 0) -> Seen:
     """Give a new engine with these features their work. The engine is closed then."""
     steady = patch.object(Correction, "update", lambda *_: None)  # steps take as long as the engine was told
     # By its bytes, a head is slow beside so small a model. Once it runs, its passes are measured.
-    fast = patch.object(HeadPart, "_first_pass", lambda *_: 0.001)
+    fast = patch.object(HeadPart, "_expected", lambda *_: 0.001)
     with steady, fast:
         work = Work(place, frozenset(features), seed)
         try:

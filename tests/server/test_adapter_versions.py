@@ -337,8 +337,10 @@ def test_two_versions_alternate_under_load_and_no_answer_mixes_them(
     for thread in threads:
         thread.start()
     try:
-        for number in range(12):
+        for number in range(200):
             publish(server, adapters, "ba"[number % 2])
+            if number >= 11 and len(seen) > 1:  # on a busy machine, no answer may come between two publications
+                break
     finally:
         done.set()
         for thread in threads:

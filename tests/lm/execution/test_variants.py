@@ -190,7 +190,7 @@ def case_of(module: Any, directory: Path, lengths: list[int], device: str = "cpu
         requests.append(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)))
         tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
         expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
-    return Case(load(directory, device=device, dtype="float32", **options), "auto", module, requests, expected)
+    return Case(load(directory, device=device, dtype="float32", **options), "auto", module, requests, expected=expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -305,9 +305,8 @@ def test_the_pages_of_a_web_search_are_listed_with_links(page: Any, server: Any)
     said = {"role": "assistant", "content": "At six."}
     turn = {"id": "a", "input": [{"role": "user", "content": "When?"}], "output": [search, said]}
     page.goto(copied(server, [turn]))
-    page.wait_for_selector(".call")
-    assert page.locator(".call summary").inner_text() == "Searched the web for tides in Dover: 2 pages"
-    page.locator(".call summary").click()
+    page.get_by_text("Searched the web for tides in Dover: 2 pages", exact=True).click()
+    page.locator(".found a").first.wait_for()
     assert page.locator(".found a").all_inner_texts() == ["Tides"]
     assert page.locator(".found li").nth(1).inner_text().startswith("A trap")
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
 from holdfast.server import run
-from holdfast.server.readiness import ALIVE
 
 WIDE = {"width": 1280, "height": 800}
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--process-per-site",
+    "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 
 
@@ -75,65 +73,17 @@ def axe() -> Callable[[Any], list[str]]:
     return found
 
 
-@dataclass
-class Profile:
-    """A profile of the browser, which a test leaves as new for the next one.
-
-    A page of each server stays open, and with it the process that the browser computes all pages of the site in. To
-    start a profile and that process took longer than most tests.
-    """
-
-    context: Any
-    open: dict[str, Any] = field(default_factory=dict)
-    """The page that stays open, by server."""
-
-    def new_page(self, url: str) -> Any:
-        server = "/".join(url.split("/")[:3])
-        if server not in self.open:
-            self.open[server] = self.context.new_page()
-            self.open[server].goto(f"{server}{ALIVE}")
-        return self.context.new_page()
-
-    def clear(self) -> None:
-        """Close the test's pages, and forget what they stored."""
-        for page in self.context.pages:
-            if page not in self.open.values():
-                page.close()
-        self.context.clear_cookies()
-        for page in self.open.values():
-            page.evaluate("localStorage.clear()")
-
-
-@pytest.fixture(scope="module")
-def profiles(browser: Any) -> Callable[[str | None, int], Profile]:
-    """Return a module's profiles: each has the key of a user, and a number among those of the same key."""
-
-    @cache
-    def profile(key: str | None, number: int) -> Profile:
-        return Profile(new_context(browser, key))
-
-    return profile
-
-
-def new_context(browser: Any, key: str | None, **options: Any) -> Any:
-    context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-    if key is not None:
-        context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
-    return context
-
-
 @pytest.fixture
-def fresh_page(browser: Any, profiles: Callable[[str | None, int], Profile]) -> Iterator[Callable[..., Any]]:
+def fresh_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """Open an address in a fresh profile: `fresh_page(url, key, ...)`. An unexpected line in the page's log fails."""
-    contexts, used, errors = list[Any](), list[tuple[str | None, Profile]](), list[str]()
+    contexts, errors = [], []
 
     def open(url: str, key: str | None = None, **options: Any) -> Any:
-        if options:
-            contexts.append(new_context(browser, key, **options))
-            page = contexts[-1].new_page()
-        else:
-            used.append((key, profiles(key, sum(key == other for other, _ in used))))
-            page = used[-1][1].new_page(url)
+        context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
+        contexts.append(context)
+        if key is not None:
+            context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
+        page = context.new_page()
         page.set_default_timeout(10_000)
         page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -143,8 +93,6 @@ def fresh_page(browser: Any, profiles: Callable[[str | None, int], Profile]) -> 
     yield open
     for context in contexts:
         context.close()
-    for _, profile in used:
-        profile.clear()
     assert errors == []
 
 

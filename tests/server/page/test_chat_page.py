@@ -328,9 +328,9 @@ def test_markup_in_an_answer_a_title_or_a_file_name_stays_text(opened: Any, serv
 
 
 def test_the_policy_refuses_markup_inline_code_and_other_hosts_even_if_the_page_had_a_hole(opened: Any) -> None:
-    first = opened()
-    page = first.context.new_page()
-    page.goto(first.url)
+    context = opened().context
+    page = context.new_page()
+    page.goto(context.pages[0].url)
     attack = """() => {
       const tried = {};
       const fail = (name, work) => {

@@ -35,28 +35,21 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def page(profile: Any, serving: Serving) -> Iterator[Any]:
+def page(browser: Any, serving: Serving) -> Iterator[Any]:
     """The engine view, following the engine. Any error in the page's log fails the test."""
-    yield from opened(profile, serving.url)
+    yield from opened(browser, serving.url)
 
 
-@pytest.fixture
-def profile(profiles: Callable[[str | None, int], Any]) -> Any:
-    """The profile of the browser that all tests here have one after another."""
-    return profiles(None, 0)
-
-
-def opened(profile: Any, url: str) -> Iterator[Any]:
-    page = profile.new_page(url)
-    page.set_viewport_size({"width": 1200, "height": 900})
-    page.emulate_media(reduced_motion="no-preference")
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+    page = context.new_page()
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"{url}/#engine")
     page.wait_for_selector(".e-status.on")
     yield page
-    profile.clear()
+    context.close()
     assert errors == []
 
 
@@ -95,9 +88,9 @@ def table(page: Any, summary: str) -> list[list[str]]:
     return rows
 
 
-def test_a_long_prompt_is_seen_to_join_eight_streams_in_chunks(profile: Any) -> None:
+def test_a_long_prompt_is_seen_to_join_eight_streams_in_chunks(browser: Any) -> None:
     with started("holdfast-tiny", "--store", "memory", "--token-budget", "64", "--cache-gb", "0.05") as roomy:
-        for page in opened(profile, roomy.url):
+        for page in opened(browser, roomy.url):
             look_at_a_long_prompt(page, roomy.url)
 
 
@@ -210,13 +203,13 @@ def test_two_traces_are_played_together_with_one_clock(page: Any, traces: list[P
 
 
 def test_an_idle_engine_says_so_and_counts_completions_and_chats_among_what_it_keeps(
-    profile: Any, serving: Serving
+    browser: Any, serving: Serving
 ) -> None:
     ask(serving.url, "A plain completion about the mountains in winter. " * 4, 2)
     said = [{"role": "user", "content": "A chat about the sea and its ships in winter. " * 4}]
     chat = {"model": "holdfast-tiny", "messages": said, "max_tokens": 2}
     assert httpx.post(f"{serving.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
-    for page in opened(profile, serving.url):
+    for page in opened(browser, serving.url):
         until(page, "/^State of [1-9]/.test(document.querySelector('.e-blocks-section h3').textContent)")
         conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
         names, values = (page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value"))

@@ -6,8 +6,8 @@ usage: python -m benchmarks.robustness.rolling_upgrade [--clients 6] [--tokens 4
 Two engines run on their own (`holdfast engine --listen`), and two servers are attached to both, over one SQLite store:
 the built-in model on a CPU, one thread for each engine. A balancer in this process asks `/health/ready` of each server
 every CHECK_SECONDS and sends each request to the next ready server in turn. As proxies do, it goes on to the next
-server only if a connection is refused, so before it has sent anything. Everything else that is not a complete answer
-counts as a failed request.
+server only if a connection is refused, so before it has sent anything. It holds a request for up to HELD_SECONDS while
+no server is ready. Everything else that is not a complete answer counts as a failed request.
 
 Each client holds one conversation after the other over the Responses API, streamed and greedy. After `--seconds` of
 load, the engines and then the servers are restarted, one at a time: SIGTERM, exit status 0, the same command again, and

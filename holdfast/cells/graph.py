@@ -132,12 +132,7 @@ class CellGraph:
         the first step whose returned scalar output of that name has that value. No other node may then read the chain's
         outputs, because later steps may have run already. Raises ValueError for inputs that do not fit.
         """
-        if not cell.carried:
-            raise ValueError(
-                f"cell {cell.name} has no State input with an output's name, so it makes no chain; use add"
-            )
-        if stop is not None and (stop[0] not in cell.returned or cell.outputs[stop[0]].shape):
-            raise ValueError(f"a chain of cell {cell.name} cannot stop by {stop[0]}; it must be a returned scalar")
+        check_chain(cell, stop)
         return self._add(cell, steps, inputs, True, stop)
 
     def result(self, name: str, nodes: int | Sequence[int], output: str) -> None:
@@ -249,6 +244,14 @@ class CellGraph:
                 chain.whole, chain.rows = False, chain.count
                 self.rows += chain.count - 1
                 return
+
+
+def check_chain(cell: Cell, stop: tuple[str, int] | None) -> None:
+    """Raise ValueError for a cell that makes no chain, or an output by which a chain cannot stop."""
+    if not cell.carried:
+        raise ValueError(f"cell {cell.name} has no State input with an output's name, so it makes no chain; use add")
+    if stop is not None and (stop[0] not in cell.returned or cell.outputs[stop[0]].shape):
+        raise ValueError(f"a chain of cell {cell.name} cannot stop by {stop[0]}; it must be a returned scalar")
 
 
 def value_array(cell: Cell, name: str, given: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

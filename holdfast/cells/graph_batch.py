@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.cells.cell import Cell
 from holdfast.cells.compiled import compiled
-from holdfast.cells.graph import ZEROS, Read, misfit, value_array
+from holdfast.cells.graph import ZEROS, Read, check_chain, misfit, value_array
 
 MOST_BLOCKS = 62
 """Largest number of blocks of a batch. The blocks that one reads are noted as bits of an int64."""
@@ -61,7 +61,7 @@ class BatchResult(NamedTuple):
     block: int
     output: str
     last: bool
-    """Whether it is that of the last node alone."""
+    """Whether the result is that of the last node alone."""
 
 
 class GraphBatch:
@@ -115,12 +115,7 @@ class GraphBatch:
         node for each request. Other blocks may read a chain's last node only. Raises ValueError for inputs that do not
         fit.
         """
-        if not cell.carried:
-            raise ValueError(
-                f"cell {cell.name} has no State input with an output's name, so it makes no chain; use add"
-            )
-        if stop is not None and (stop[0] not in cell.returned or cell.outputs[stop[0]].shape):
-            raise ValueError(f"a chain of cell {cell.name} cannot stop by {stop[0]}; it must be a returned scalar")
+        check_chain(cell, stop)
         return self._add(cell, steps, inputs, True, stop)
 
     def result(self, name: str, block: int, output: str, *, last: bool = False) -> None:

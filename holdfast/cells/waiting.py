@@ -36,7 +36,7 @@ class Lot:
     begin: int = 0
     """The first request that waits."""
     dropped: set[int] = field(default_factory=set)
-    """Requests from `begin` on that were aborted."""
+    """Aborted requests, from `begin` on."""
 
     def drop(self, id: str) -> bool:
         """Drop a request. Returns whether none is left."""

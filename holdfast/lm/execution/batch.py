@@ -99,9 +99,9 @@ class StagedStep:
     writes_apart: torch.Tensor | None
     """Table entries [2, n] that exceed the buffer: places, then blocks."""
     has_pending: bool
-    """Whether the device fills in some of its tokens."""
+    """Whether the device fills in some of the step's tokens."""
     has_guessed: bool
-    """Whether some of these were guessed on the device."""
+    """Whether the device guessed some of these tokens."""
     any_random: bool
     any_filtered: bool
     wishes: Wishes | None = None
@@ -346,7 +346,7 @@ class Batch:
         tables.index_copy_(0, places, blocks.to(torch.int32))
 
     def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
-        """Replace each PENDING and GUESSED token by the one of its row in `drawn`."""
+        """Replace each PENDING and GUESSED token by the row's token in `drawn`."""
         ids = fields.take("ids", num_tokens)
         drawn = self.drawn.index_select(0, fields.take("token_rows", num_tokens))
         found = drawn.gather(1, (-1 - ids).clamp_(min=0)[:, None])[:, 0]

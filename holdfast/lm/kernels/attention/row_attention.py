@@ -35,7 +35,7 @@ class RowAttention(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """The next queries have the slots after these."""
+        """Move on: the next queries have the slots after these."""
 
 
 class TorchRows(RowAttention):

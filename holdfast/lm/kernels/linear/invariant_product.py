@@ -377,8 +377,7 @@ def _launch(
 ) -> None:
     """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
 
-    `tile` is by default that of `tile_for`, where `skinny_gemm` does not
-    compute the product.
+    With a `tile`, `product_kernel` computes it; else `skinny_gemm` does where it can, and the tile is `tile_for`'s.
     """
     if x.stride(1) != 1:
         x = x.contiguous()

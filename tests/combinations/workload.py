@@ -276,7 +276,8 @@ class Work:
 
 def serve(place: Place, features: Sequence[str], seed: int = 0) -> Seen:
     """Give a new engine with these features their work. The engine is closed then."""
-    steady = patch.object(Correction, "update", lambda *_: None)  # steps take as long as the engine was told
+    # Steps take as long as the engine was told, and a busy machine that gives results late changes nothing.
+    steady = patch.multiple(Correction, update=lambda *_: None, update_host=lambda *_: None)
     # By its bytes, a head is slow beside so small a model. Once it runs, its passes are measured.
     fast = patch.object(HeadPart, "_expected", lambda *_: 0.001)
     with steady, fast:

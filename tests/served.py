@@ -51,9 +51,12 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port below those that the kernel gives to whoever asks for any, so that no other test gets it meanwhile."""
+    """A port below those that the kernel gives to whoever asks for any, so that no other test gets it meanwhile.
+
+    Processes look in places far from each other: two with the next port free may both get it.
+    """
     with socket.socket() as probe:
-        for port in range(10_000 + os.getpid() % 10_000, 32_000):
+        for port in range(10_000 + 101 * os.getpid() % 20_000, 32_000):
             with suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port

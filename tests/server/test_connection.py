@@ -30,10 +30,14 @@ GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @asynccontextmanager
-async def connected(server: Any, count: int = 1) -> AsyncIterator[list[Streams]]:
-    """Open connections to the server."""
+async def connected(server: Any, count: int = 1, first: bytes = b"") -> AsyncIterator[list[Streams]]:
+    """Open connections to the server. It finds the `first` bytes on each as soon as it accepts it, in whatever time."""
     host, port = server.url.removeprefix("http://").split(":")
-    opened = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
+    opened = []
+    for _ in range(count):
+        raw = socket.create_connection((host, int(port)))
+        raw.sendall(first)
+        opened.append(await asyncio.open_connection(sock=raw))
     yield opened
     for _, writer in opened:
         writer.transport.abort()
@@ -190,8 +194,7 @@ async def test_a_body_beyond_the_limit_gets_413_even_while_it_is_sent(listening:
 async def test_a_request_that_never_ends_is_closed_after_the_timeout(
     listening: Listening, sent: bytes, answer: bytes
 ) -> None:
-    async with listening(header_seconds=0.1, body_seconds=0.1) as server, connected(server) as [(reader, writer)]:
-        writer.write(sent)
+    async with listening(header_seconds=0.1, body_seconds=0.1) as server, connected(server, first=sent) as [(reader, _)]:
         assert (await reader.read())[: len(head(408))] == answer
 
 
@@ -207,8 +210,8 @@ async def test_a_body_gets_no_extra_time_for_bytes_that_were_only_announced(
 
 
 async def test_a_trickle_of_bytes_does_not_extend_the_timeout(listening: Listening) -> None:
-    async with listening(header_seconds=0.3) as server, connected(server) as [(reader, writer)]:
-        writer.write(b"GET / HTTP/1.1\r\nx: ")
+    first = b"GET / HTTP/1.1\r\nx: "
+    async with listening(header_seconds=0.3) as server, connected(server, first=first) as [(reader, writer)]:
         answer = asyncio.create_task(reader.read())
         while not answer.done():
             writer.write(b"y")
@@ -219,8 +222,8 @@ async def test_a_trickle_of_bytes_does_not_extend_the_timeout(listening: Listeni
 async def test_a_long_answer_is_not_cut_by_the_timeouts(listening: Listening, client: FakeClient) -> None:
     client.hold = asyncio.Event()
     times = {"header_seconds": 0.4, "body_seconds": 0.4, "write_seconds": 0.4}
-    async with listening(**times) as server, connected(server) as [(reader, writer)]:
-        writer.write(POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT)
+    first = POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT
+    async with listening(**times) as server, connected(server, first=first) as [(reader, _)]:
         await asyncio.sleep(0.8)
         client.hold.set()
         assert (await read_one(reader)).startswith(head(200))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from tokenizers import Tokenizer
@@ -203,12 +203,25 @@ def test_threads_that_need_a_new_grammar_wait_for_one_of_them(monkeypatch: pytes
     compiler, compiled = GrammarCompiler(byte_level().to_str, 330, (1,)), list[Grammar]()
     compile_one = compiler._compile
 
-    def slowly(grammar: Grammar) -> Compiled:
+    class Watched(Future[Compiled]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = threading.Semaphore(0)
+
+        def result(self, timeout: float | None = None) -> Compiled:
+            self.asked.release()
+            return super().result(timeout)
+
+    def last(grammar: Grammar) -> Compiled:
+        """Compile once both other threads wait."""
         compiled.append(grammar)
-        time.sleep(0.05)
+        watched = compiler._compiling[grammar]
+        assert isinstance(watched, Watched)
+        assert all(watched.asked.acquire(timeout=60) for _ in range(2))
         return compile_one(grammar)
 
-    monkeypatch.setattr(compiler, "_compile", slowly)
+    monkeypatch.setattr("holdfast.lm.grammar.compiler.Future", Watched)
+    monkeypatch.setattr(compiler, "_compile", last)
     good, bad = Grammar("regex", "ab"), Grammar("regex", "(a")
     with ThreadPoolExecutor(6) as threads:
         running = [threads.submit(compiler.begin, grammar) for grammar in (good, bad) * 3]

@@ -194,7 +194,10 @@ async def test_a_body_beyond_the_limit_gets_413_even_while_it_is_sent(listening:
 async def test_a_request_that_never_ends_is_closed_after_the_timeout(
     listening: Listening, sent: bytes, answer: bytes
 ) -> None:
-    async with listening(header_seconds=0.1, body_seconds=0.1) as server, connected(server, first=sent) as [(reader, _)]:
+    async with (
+        listening(header_seconds=0.1, body_seconds=0.1) as server,
+        connected(server, first=sent) as [(reader, _)],
+    ):
         assert (await reader.read())[: len(head(408))] == answer
 
 

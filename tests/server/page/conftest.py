@@ -19,6 +19,8 @@ from serving import listening
 
 from holdfast.server import run
 
+PATIENCE_MS = 60_000
+"""Most milliseconds that a test waits for what a page shows. A busy machine may stand still for seconds."""
 WIDE = {"width": 1280, "height": 800}
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -84,7 +86,7 @@ def fresh_page(browser: Any) -> Iterator[Callable[..., Any]]:
         if key is not None:
             context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
@@ -142,7 +144,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
         thread = threading.Thread(target=asyncio.run, args=(serving(),))
         thread.start()
-        assert served.up.wait(30)
+        assert served.up.wait(200)
 
         def end() -> None:
             served.loop.call_soon_threadsafe(over.set)

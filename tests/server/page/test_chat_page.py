@@ -114,7 +114,7 @@ def questions(page: Any) -> list[str]:
 
 
 def expect_questions(page: Any, *texts: str) -> None:
-    for _ in range(100):
+    for _ in range(1200):  # a busy machine may need a minute
         if questions(page) == list(texts):
             return
         page.wait_for_timeout(50)
@@ -525,7 +525,7 @@ def test_thinking_is_offered_as_the_models_template_knows_it(opened: Any, server
 
 def test_a_thousand_conversations_are_listed_as_they_are_scrolled_and_searched(opened: Any) -> None:
     page = opened("many")
-    for _ in range(60):
+    for _ in range(2000):
         page.locator(".list-scroll").evaluate("(list) => { list.scrollTop = list.scrollHeight; }")
         page.wait_for_timeout(30)
         if page.locator(".item").count() == 1000:
@@ -771,7 +771,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
     page = opened("one", color_scheme="dark")
 
     def ground(expected: str) -> bool:
-        for _ in range(100):  # The page learns of a change a moment later.
+        for _ in range(3000):  # The page learns of a change a moment later.
             if page.evaluate("getComputedStyle(document.body).backgroundColor") == expected:
                 return True
             page.wait_for_timeout(20)
@@ -794,7 +794,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
 
 def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(opened: Any, server: Any) -> None:
     page = opened().context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(60_000)
     held: list[Any] = []
 
     def go_on(pattern: str) -> None:

@@ -209,7 +209,7 @@ class Gate:
 
         def meet(weights: Any, n: torch.Tensor) -> dict[str, torch.Tensor]:
             if self.ready:
-                self.meeting.wait(20)
+                self.meeting.wait(200)
             return {"n": n + 2}
 
         def run(weights: Any, n: torch.Tensor) -> dict[str, torch.Tensor]:

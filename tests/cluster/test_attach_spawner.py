@@ -41,7 +41,7 @@ async def test_a_server_after_another_finds_the_cache_and_follows_an_engine_that
     assert await found(second) == 48
     await engine.close()
     engine = await EngineClient.start(small(), listen=address, priced=True)
-    assert await asyncio.wait_for(found(second), 20) == 0, "a new engine, which the server found by itself"
+    assert await asyncio.wait_for(found(second), 200) == 0, "a new engine, which the server found by itself"
     await second.close()
     await engine.close()
 
@@ -53,7 +53,7 @@ async def test_a_drained_engine_is_left_and_the_next_one_at_its_address_is_found
     server = await Replicas.start(config, AttachSpawner(config.addresses))
     running = asyncio.create_task(found(server, 400))
     await asyncio.sleep(0.05)
-    await asyncio.wait_for(engines[0].drain(20.0), 20)
+    await asyncio.wait_for(engines[0].drain(200.0), 200)
     assert (await engines[0].health()).running == 0
     with pytest.raises(NoEngine, match="drains: it takes no new clients"):
         await Attachment.open(addresses[0])
@@ -74,7 +74,7 @@ async def test_a_server_with_a_key_for_other_hosts_also_attaches_to_an_engine_at
     address = str(tmp_path / "engine.sock")
     engine = await EngineClient.start(small(), listen=address, priced=True)
     spawner = AttachSpawner([address], zmq.curve_keypair()[1].decode())
-    client = await asyncio.wait_for(spawner.start(0, lambda stage: None), 20)
+    client = await asyncio.wait_for(spawner.start(0, lambda stage: None), 200)
     assert client.adopts
     await client.close()
     await spawner.close()
@@ -116,7 +116,7 @@ async def test_a_server_starts_with_the_engines_that_are_there_and_others_join_l
     addresses = [str(tmp_path / name) for name in ("late", "there")]
     there = await EngineClient.start(small(), listen=addresses[1], priced=True)
     server = await asyncio.wait_for(
-        Replicas.start(ClusterConfig(engines=tuple(addresses)), AttachSpawner(addresses)), 20
+        Replicas.start(ClusterConfig(engines=tuple(addresses)), AttachSpawner(addresses)), 200
     )
     assert [replica.name for replica in server.serving] == ["1"] and await found(server) == 0
     late = await EngineClient.start(small(), listen=addresses[0], priced=True)

@@ -134,7 +134,7 @@ def test_a_conversation_is_followed_across_three_replicas_with_the_same_answers(
 def test_the_engine_view_shows_the_replica_that_is_asked_for(served: Serving) -> None:
     url = f"{served.url}/v1/engine/events"
     (name, *_) = [each["name"] for each in members(served) if each["state"] == "ready"]
-    with httpx.stream("GET", url, params={"replica": name}, headers=OPERATOR, timeout=20) as response:
+    with httpx.stream("GET", url, params={"replica": name}, headers=OPERATOR, timeout=200) as response:
         assert response.status_code == 200
         kind, data = next(response.iter_text()).split("\n")[:2]
         about = json.loads(data.removeprefix("data: "))

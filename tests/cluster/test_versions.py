@@ -81,7 +81,7 @@ async def test_a_server_works_with_an_engine_of_the_version_before_until_that_is
     attached = server.members[0].engine
     assert attached is not None and attached.version == ""
     old.terminate()
-    assert await asyncio.to_thread(old.wait, 30) == 0
+    assert await asyncio.to_thread(old.wait, 200) == 0
     engine(ROOT, address)
     assert await answer(server) == 4, "it waits for the new engine"
     attached = server.members[0].engine
@@ -101,8 +101,8 @@ def test_an_engine_works_with_a_server_of_the_version_before_and_ends_once_it_ha
     assert code.startswith(str(before)) and (tokens, has_blocks) == ("4", "True")
     began = time.monotonic()
     new.terminate()
-    assert new.wait(30) == 0
-    assert time.monotonic() - began < 20, "nobody is attached, so it ends at once"
+    assert new.wait(200) == 0
+    assert time.monotonic() - began < 100, "nobody is attached, so it ends at once"
 
 
 async def answer(server: Replicas) -> int:

@@ -69,7 +69,7 @@ def build_app(config: AppConfig) -> AppInfo:
         engine.close()
 
 
-def wait_for_end(pid: int, seconds: float = 30.0) -> None:
+def wait_for_end(pid: int, seconds: float = 200.0) -> None:
     """Wait until a process ends, whether or not it is our child. Raises TimeoutError."""
     try:
         handle = os.pidfd_open(pid)

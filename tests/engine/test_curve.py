@@ -58,7 +58,9 @@ async def test_an_engine_with_another_clock_answers_and_its_times_are_ours(small
         client = await EngineClient.start(small(), process=process)
         try:
             assert 0 < client.info.started_in < time.monotonic() - began + 0.5
-            assert client.ahead == pytest.approx(SKEW, abs=1.0)
+            while abs(client.ahead - SKEW) > 1.0:  # what comes late on a busy machine is corrected with the next tick
+                await asyncio.sleep(0.05)
+            monkeypatch.setattr(client, "_note_clock", lambda there: None)  # it stays as it is known now
             sent = list[Submit]()
             send = client._child.send
             monkeypatch.setattr(client._child, "send", lambda message: (sent.append(message), send(message)))

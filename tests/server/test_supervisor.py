@@ -50,6 +50,7 @@ class Served:
         self.store, self.log = directory / "store.sqlite", directory / "log"
         files = ["--store", str(self.store), "--files", str(directory / "files")]
         sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+        sizes += ["--drain-seconds", str(PATIENCE_SECONDS)]  # a busy machine may need as long for a stream
         command = [sys.executable, "-m", "holdfast.cli", "serve", "--api-processes", "2", *files, *sizes]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

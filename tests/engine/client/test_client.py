@@ -291,7 +291,7 @@ async def test_every_question_ends_with_the_engine_that_does_not_answer_it(small
     try:
         for question in asked:
             with pytest.raises(EngineDead, match="was killed by SIGKILL"):
-                await asyncio.wait_for(question, 30)
+                await asyncio.wait_for(question, 200)
         with pytest.raises(EngineDead):
             await client.found(chain)
     finally:

@@ -62,11 +62,11 @@ def test_a_reason_is_cut_to_its_limit():
     assert len(refusal("{{ raise_exception('no ' * 9999) }}")) < REASON_LIMIT + 100
 
 
-def test_closing_ends_a_rendering_and_those_that_wait():
+def test_closing_ends_a_rendering_and_those_that_wait(monkeypatch):
+    monkeypatch.setattr(module, "CPU_SECONDS", 3600.0)
     template = ChatTemplate("{% if messages %}" + ENDLESS + "{% endif %}", {})
     reasons = []
     threads = [threading.Thread(target=lambda: reasons.append(refusal(template))) for _ in range(5)]
-    began = time.monotonic()
     for thread in threads:
         thread.start()
     while template._process is None:
@@ -75,7 +75,6 @@ def test_closing_ends_a_rendering_and_those_that_wait():
     for thread in threads:
         thread.join()
     assert reasons == ["the chat template was closed"] * 5
-    assert time.monotonic() - began < 5 * module.CPU_SECONDS
 
 
 def test_a_process_that_was_killed_while_idle_is_started_again():

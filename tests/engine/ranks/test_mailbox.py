@@ -99,7 +99,7 @@ def test_a_writer_waits_for_the_slowest_reader_and_may_give_up(mailbox):
 def test_a_reader_waits_no_longer_than_it_is_told(mailbox):
     began = time.monotonic()
     assert mailbox.reader(1).receive(0.05) is None
-    assert 0.05 <= time.monotonic() - began < 5
+    assert 0.05 <= time.monotonic() - began < 60
 
 
 def test_a_message_wakes_its_reader(mailbox):
@@ -107,7 +107,7 @@ def test_a_message_wakes_its_reader(mailbox):
     threading.Timer(0.05, mailbox.send, [b"up"]).start()
     began = time.monotonic()
     assert reader.receive(30) == b"up"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 29
 
 
 def test_one_bell_serves_several_mailboxes():
@@ -171,6 +171,6 @@ def test_a_bell_that_nobody_rings_is_slept_on_for_as_many_seconds_as_were_asked_
     bell = Bell.new()
     began = time.monotonic()
     assert not bell.sleep(0.05)
-    assert 0.049 < time.monotonic() - began < 5
+    assert 0.049 < time.monotonic() - began < 60
     assert not bell.sleep(0) and not bell.sleep(-1.0)
     bell.close()

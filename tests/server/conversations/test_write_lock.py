@@ -49,7 +49,7 @@ def test_a_writer_that_had_the_turn_lets_one_that_waits_go_first(tmp_path: Path)
             order.append("one")
         with one.held():
             order.append("one again")
-        thread.join(20)
+        thread.join(200)
     assert order == ["one", "other", "one again"] * 20
     one.close()
     other.close()
@@ -69,7 +69,7 @@ def test_threads_of_one_process_do_not_hold_the_lock_at_once(tmp_path: Path) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     assert most == [1] * 200
     lock.close()
 

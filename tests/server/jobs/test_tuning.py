@@ -500,7 +500,7 @@ async def test_an_adapter_that_kills_its_engine_twice_is_not_loaded_again_and_ot
     client = tuning_client()
     client.deadly_adapter = deadly
     async with server(tmp_path, client) as here:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             while not {*other.served} <= {*client.adapters}:
                 await asyncio.sleep(0.01)
         assert not client.dead.is_set() and job.name not in {name for name, *_ in client.loaded}

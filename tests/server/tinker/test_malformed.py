@@ -42,7 +42,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Any
     app = create_app(training_client(), settings, open_store(settings))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=200) as client:
             yield client, app.state.jobs[1]
     finally:
         for job in app.state.jobs:

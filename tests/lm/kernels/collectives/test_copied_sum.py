@@ -39,7 +39,7 @@ def test_flags_are_taken_once_all_other_devices_have_set_theirs() -> None:
     time.sleep(0.3)
     assert waiting.is_alive() and flags[0] == 1
     flags[2 * EACH] = 1
-    waiting.join(20)
+    waiting.join(200)
     assert waiting.exitcode == 0
     assert flags.view(3, EACH).tolist() == [[0, 7, 7, 7]] * 3
 

@@ -32,6 +32,8 @@ OTHERS_SECONDS = 2.0
 """Seconds for which a start waits for the other engines that run already, once it has found one."""
 WATCH_SECONDS = 1.0
 """Seconds between two checks of all replicas."""
+LATE_CHECK = 2
+"""A check counts for at most so many times the seconds between two checks."""
 HANG_SECONDS = 10.0
 """Seconds without an answer after which an engine gets no new requests."""
 KILL_SECONDS = 60.0
@@ -114,6 +116,8 @@ class Fleet:
         self._past: dict[str, float] = {}
         """Sums of the ended engines' counters, by field."""
         self._asking: dict[Replica, asyncio.Task[SchedulerStats | None]] = {}
+        self._checked_at = 0.0
+        """Time of the latest check of all replicas."""
         self._closing = False
 
     async def start(self) -> dict[int, EngineClient]:
@@ -317,12 +321,18 @@ class Fleet:
         return SchedulerStats(**sums)  # type: ignore[arg-type]
 
     def check_replicas(self, now: float) -> None:
-        """Ask each replica for its stats, and check those that have not answered yet. Does not wait for answers."""
+        """Ask each replica for its stats, and check those that have not answered yet. Does not wait for answers.
+
+        A check that comes late counts as one in time: a server that stood still has read no answers meanwhile.
+        """
+        passed, self._checked_at = min(now - self._checked_at, LATE_CHECK * WATCH_SECONDS), now
         for replica in self.members:
             if replica in self._asking:
-                self._check_silence(replica, now)
+                if replica.silent is not None:
+                    replica.silent += passed
+                    self._check_silence(replica, replica.silent)
             elif replica.answers:
-                replica.asked_at = now
+                replica.silent = 0.0
                 task = self._asking[replica] = asyncio.create_task(self._ask(replica, 2 * KILL_SECONDS))
                 task.add_done_callback(partial(self._answered, replica))
 
@@ -374,7 +384,7 @@ class Fleet:
         self.on_ready(engine)
         replica.engine, replica.state, replica.reason = engine, State.READY, ""
         replica.place = self._spawner.place(replica.number)
-        replica.ready_at, replica.stats, replica.asked_at = time.monotonic(), None, None
+        replica.ready_at, replica.stats, replica.silent = time.monotonic(), None, None
         self.changed.set()
 
     async def _run(self, replica: Replica) -> None:
@@ -526,9 +536,8 @@ class Fleet:
             return replica.stats
         return None
 
-    def _check_silence(self, replica: Replica, now: float) -> None:
-        """Mark a replica as hanging, or kill its engine, if it has not answered for too long."""
-        silent = now - (replica.asked_at or now)
+    def _check_silence(self, replica: Replica, silent: float) -> None:
+        """Mark a replica as hanging, or kill its engine, if it has not answered for too many seconds."""
         if silent >= KILL_SECONDS and replica.engine is not None and replica.answers:
             log.error("replica %s has not answered for %g s and is killed", replica.name, silent)
             replica.engine.kill()

@@ -48,8 +48,11 @@ class Replica:
     taken: int = 0
     """Number of requests sent to the replica so far, including requests that continue here."""
     ready_at: float = 0.0
-    asked_at: float | None = None
-    """Time at which the latest stats were requested; None before the first request."""
+    silent: float | None = None
+    """Seconds for which the latest request for stats has had no answer; None before the first one.
+
+    Time in which this server stood still does not count.
+    """
     task: asyncio.Task[None] | None = None
     """Task that starts, monitors and restarts the engine."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)

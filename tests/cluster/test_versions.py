@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,10 +47,10 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine_of(code: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+def engine_of(code: Path, address: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """An engine that runs this code."""
-    sizes = ["--cache-gb", "0.02", "--threads", "1", "--device", "cpu"]
-    command = [sys.executable, "-P", "-m", "holdfast.cli", "engine", "--listen", address, *sizes]
+    options = ["--cache-gb", "0.02", "--threads", "1", "--device", "cpu", *more]
+    command = [sys.executable, "-P", "-m", "holdfast.cli", "engine", "--listen", address, *options]
     with subprocess.Popen(command, env=environment(code), stdout=subprocess.DEVNULL) as process:
         try:
             yield process
@@ -60,10 +59,10 @@ def engine_of(code: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[[Path, str], subprocess.Popen[bytes]]]:
+def engine() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts engines, which are killed at the end."""
     with ExitStack() as held:
-        yield lambda code, address: held.enter_context(engine_of(code, address))
+        yield lambda code, address, *more: held.enter_context(engine_of(code, address, *more))
 
 
 def environment(code: Path) -> dict[str, str]:
@@ -71,7 +70,7 @@ def environment(code: Path) -> dict[str, str]:
 
 
 async def test_a_server_works_with_an_engine_of_the_version_before_until_that_is_upgraded(
-    before: Path, engine: Callable[[Path, str], subprocess.Popen[bytes]], tmp_path: Path
+    before: Path, engine: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     address = f"{tmp_path}/engine.sock"
     old = engine(before, address)
@@ -90,19 +89,17 @@ async def test_a_server_works_with_an_engine_of_the_version_before_until_that_is
 
 
 def test_an_engine_works_with_a_server_of_the_version_before_and_ends_once_it_has_left(
-    before: Path, engine: Callable[[Path, str], subprocess.Popen[bytes]], tmp_path: Path
+    before: Path, engine: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     address = f"{tmp_path}/engine.sock"
-    new = engine(ROOT, address)
+    new = engine(ROOT, address, "--drain-seconds", "3600")
     command = [sys.executable, "-P", "-c", SERVER, address]
-    done = subprocess.run(command, env=environment(before), capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, env=environment(before), capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     code, tokens, has_blocks = done.stdout.split()
     assert code.startswith(str(before)) and (tokens, has_blocks) == ("4", "True")
-    began = time.monotonic()
     new.terminate()
-    assert new.wait(200) == 0
-    assert time.monotonic() - began < 100, "nobody is attached, so it ends at once"
+    assert new.wait(200) == 0, "nobody is attached, so it ends at once"
 
 
 async def answer(server: Replicas) -> int:

@@ -27,7 +27,8 @@ async def test_a_driven_job_goes_on_at_another_replica_with_the_calls_that_its_o
     await run.call(0)
     await run.call(1)
     first.tuning.runs["driven"].take(CallDone("driven", 0, 1.0))
-    await asyncio.sleep(0.01)
+    while not events:
+        await asyncio.sleep(0.001)
     first.die()
     while not second.tuning.started:
         await asyncio.sleep(0.001)

@@ -248,7 +248,8 @@ async def test_a_paused_job_stays_paused_at_its_next_replica(cluster: tuple[Fake
     first.tuning.runs["job"].take(JobStep("job", 1, 9, 10, 1.0))
     await run.pause()
     assert first.tuning.changes == [("job", "pause")]
-    await asyncio.sleep(0.01)
+    while not events:
+        await asyncio.sleep(0.001)
     first.die()
     while not second.tuning.started:
         await asyncio.sleep(0.001)
@@ -270,8 +271,9 @@ async def test_a_job_of_a_drained_replica_leaves_it_and_goes_on_at_another(clust
     drained, second = fleet.members
     fleet.draining.add(drained)
     moving = asyncio.create_task(tuning.move_away(drained))
-    await asyncio.sleep(0.01)
-    assert drained.engine.tuning.changes == [("job", "leave")] and not moving.done()
+    while drained.engine.tuning.changes != [("job", "leave")]:
+        await asyncio.sleep(0.001)
+    assert not moving.done()
     untold = (JobStep("job", 1, 9, 10, 1.0), JobStep("job", 2, 9, 10, 0.9))
     second.engine.tuning.info = dict(step=2, untold=untold, checkpoint="d/checkpoints/2")
     drained.engine.tuning.runs["job"].take(JobEnded("job", "left"))

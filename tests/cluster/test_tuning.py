@@ -95,7 +95,6 @@ def alone(config: EngineConfig, tmp_path: Path) -> Callable[[], list[float]]:
     return run
 
 
-@pytest.mark.timeout(120)
 async def test_a_job_outlives_its_replica_and_both_serve_its_adapter(
     config: EngineConfig, tmp_path: Path, alone: Callable[[], list[float]]
 ) -> None:

@@ -352,7 +352,6 @@ async def drive_until(client: EngineClient, writer: Writer, known: int, upto: in
     return run.info.calls, known
 
 
-@pytest.mark.timeout(150)
 def test_a_killed_engine_goes_on_in_mid_loop_with_the_same_bits(
     small: Callable[..., EngineConfig], bench: Callable[..., DrivenBench], tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ JOB = TrainingJob(
     id="j", hyperparameters=Hyperparameters(epochs=1, batch_size=1), base_model="b", base_digest="c", data_digest="d"
 )
 ADAPTER = AdapterWeights({(0, "q"): LoraPair(torch.ones(1, 4), torch.ones(4, 1), 1.0)})
-pytestmark = pytest.mark.timeout(20)  # a test that waits for a pipe has failed
+pytestmark = pytest.mark.timeout(120)  # a test that waits for a pipe has failed
 
 
 def pipe_at(path: Path) -> Path:

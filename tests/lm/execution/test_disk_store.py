@@ -261,7 +261,6 @@ def test_a_link_in_the_place_of_a_file_is_refused_and_its_target_stays_as_it_is(
     store.close()
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["lock", "kv/about", "kv/index", "kv/blocks"])
 def test_a_pipe_in_the_place_of_a_file_does_not_hold_the_start(tmp_path, name):
     store, _ = open_store(tmp_path)

@@ -299,7 +299,6 @@ def test_a_scale_that_float32_cannot_hold_is_refused_even_for_weights_of_zero(
         check_effect(found, torch.bfloat16)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(base: Any, written: Path, name: str) -> None:
     (written / name).unlink()

@@ -58,7 +58,6 @@ async def holding(engine: FakeClient, count: int) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.timeout(120)
 async def test_postgresql_that_is_away_for_seconds_costs_no_answer_and_the_server_needs_no_restart(
     api: httpx.AsyncClient, engine: FakeClient, database: PostgresqlServer
 ) -> None:

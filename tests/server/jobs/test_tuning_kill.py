@@ -45,7 +45,6 @@ def kill_engine(server: Serving) -> None:
     os.kill(server.engine_pid(), signal.SIGKILL)
 
 
-@pytest.mark.timeout(120)
 def test_a_server_killed_in_mid_job_continues_and_serves_the_adapter(tmp_path: Path) -> None:
     places = [f"--{name}={tmp_path / name}" for name in ("store", "files", "tuning-state", "tuning-mirror")]
     options = [*places, "--cache-gb", "0.3", "--api-key", "one", "--api-key", "two", "--tuning"]

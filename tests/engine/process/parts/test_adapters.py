@@ -156,7 +156,6 @@ def test_an_idle_engine_loads_an_adapter_and_says_why_it_does_not_load_another(s
     assert refused.number == 2 and str(adapters) not in refused.reason
 
 
-@pytest.mark.timeout(60)
 def test_hostile_adapters_are_refused_while_a_request_runs_to_its_end(
     small: Small, adapters: Path, tmp_path: Path
 ) -> None:

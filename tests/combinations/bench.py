@@ -139,8 +139,8 @@ class Bench:
                 self.ended.append(output.request_id)
 
     def until(self, what: Callable[[], bool], *others: Bench) -> None:
-        """Go on until this is so, together with these other engines. Raises TimeoutError after 60 s."""
-        deadline = time.monotonic() + 60.0
+        """Go on until this is so, together with these other engines. Raises TimeoutError after 250 s."""
+        deadline = time.monotonic() + 250.0
         while not what():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.sent[-3:]}, {self.stats()}")

@@ -133,7 +133,7 @@ async def test_a_server_that_is_not_there_and_one_that_is_silent_are_errors():
 
     async with served(answer) as (http, _):
         with pytest.raises(httpx.ReadTimeout, match="nothing came within"):
-            await http.get("models", timeout=0.05)
+            await http.get("models", timeout=httpx.Timeout(60, read=0.05))
         address = http.base_url
     async with httpx.AsyncClient(transport=StreamTransport(), base_url=address) as http:
         with pytest.raises(httpx.ConnectError):

@@ -144,8 +144,7 @@ def test_a_job_goes_on_in_an_engine_of_another_layout(
 
 def test_jobs_take_turns_pause_and_are_cancelled_on_all_ranks(bench: Make, tmp_path: Path) -> None:
     each = bench(pp=2)
-    for name in ("one", "two"):
-        each.start(new_job(tmp_path, name, epochs=20 if name == "one" else 2))
+    each.start_all([new_job(tmp_path, name, epochs=20 if name == "one" else 2) for name in ("one", "two")])
     each.reach("one", 2)
     assert isinstance(each.change("one", "pause"), JobChanged)
     each.until(lambda: each.events("one", JobStatus)[-1].status == "paused")

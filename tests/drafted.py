@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams, TokenLogprobs
+from holdfast.lm.execution import executor
+from holdfast.lm.parts.speculation import device as head_device
 from holdfast.lm.types import SchedulerStats
 from tests.invariants import check_scheduler
 
@@ -51,6 +55,38 @@ Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 """Tokens and log probabilities of each request."""
 Played = tuple[Answers, set[str], SchedulerStats]
 """Answers, the ids of aborted requests, and the stats at the end."""
+
+
+class Ticks(threading.local):
+    """The module `time`, in which each thread reads a clock that goes on by a tick with every reading.
+
+    So measured times say the same on any machine, and so do the decisions that rest on them.
+    """
+
+    TICK = 2.0**-10
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.TICK
+        return self.now
+
+    monotonic = perf_counter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+TICKS = Ticks()
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    """Steps and passes of draft heads are measured in ticks."""
+    for module in (executor, head_device):
+        monkeypatch.setattr(module, "time", TICKS)
+    return TICKS
 
 
 def requests(seed: int, kinds: Sequence[dict[str, Any]], count: int, *, prompt: int, tokens: int) -> list[Request]:

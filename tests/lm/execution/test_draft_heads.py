@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,12 @@ from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.types import Segment, StepPlan, StepResult, TableWrite
 from holdfast.loop.loop import Loop
 from tests.drafted import CONFIG as DRAFTED
-from tests.drafted import FEW, FREE, KINDS, Played, check_histories, play, requests
+from tests.drafted import FEW, FREE, KINDS, TICKS, Played, check_histories, play, requests, ticks
 from tests.heads import make_head
 from tests.paged import sizes
+
+__all__ = ["ticks"]
+pytestmark = pytest.mark.usefixtures("ticks")
 
 CONFIG = DRAFTED | {"num_hidden_layers": 3}
 WHOLE = CONFIG | {"hidden_size": 64, "head_dim": 16}
@@ -68,7 +70,7 @@ def loop_of(
     planning = make_planning(config, shape, FREE)
     parts = [*([] if head is None else make_head_parts(planning, 0.001)), *standard_parts(planning)]
     scheduler = compose_scheduler(planning, planning.policy, parts)
-    return Loop(scheduler, device.executor, flight, time.monotonic, observers=observers)
+    return Loop(scheduler, device.executor, flight, TICKS.monotonic, observers=observers)
 
 
 def played(model: Decoder, seed: int, head: DraftHead | None) -> Played:
@@ -94,7 +96,7 @@ class Moment:
         self.at = 0.0
 
     def record(self) -> None:
-        self.at = time.perf_counter()
+        self.at = TICKS.perf_counter()
 
     def synchronize(self) -> None:
         assert self.at, "nobody waits for what is not launched"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +25,13 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import PartStep
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
-from tests.drafted import FREE
+from tests.drafted import FREE, TICKS, ticks
 from tests.hybrid import check_hybrid
 from tests.long import then_long
 from tests.paged import sizes
+
+__all__ = ["ticks"]
+pytestmark = pytest.mark.usefixtures("ticks")
 
 FAMILIES = ("Qwen3_5Text", "FalconH1", "Lfm2", "NemotronH", "Bamba", "GraniteMoeHybrid", "Qwen3Next")
 """Families. The first three have all kinds of recurrent layers: gated delta rules, Mamba 2, and convolutions alone."""
@@ -128,7 +130,7 @@ def play(
     own = make_parts(planning, make_drafter(config, shape, "cpu")) if expected is None else [guessing]
     parts = [*own, *standard_parts(planning)]
     scheduler = compose_scheduler(planning, planning.policy, parts)
-    loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), time.monotonic)
+    loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), TICKS.monotonic)
     waiting, texts = script(seed), dict[str, tuple[int, ...]]({"": ()})
     answers, running, aborted = Answers(), dict[str, Turn](), set[str]()
     while waiting or running:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,12 @@ from holdfast.lm.models.loader import load
 from holdfast.lm.parts.speculation.choice import make_drafter, make_parts
 from holdfast.lm.parts.standard import standard_parts
 from holdfast.loop.loop import Loop
-from tests.drafted import CONFIG, FREE, KINDS, Played, check_histories, play, requests
+from tests.drafted import CONFIG, FREE, KINDS, TICKS, Played, check_histories, play, requests, ticks
 from tests.long import then_long
 from tests.paged import sizes
+
+__all__ = ["ticks"]
+pytestmark = pytest.mark.usefixtures("ticks")
 
 GEMMA = CONFIG | {
     "architectures": ["Gemma4ForCausalLM"],
@@ -58,7 +60,7 @@ def played(model: Model, seed: int, speculation: Any, **options: Any) -> Played:
     planning = make_planning(config, shape, FREE)
     parts = [*make_parts(planning, make_drafter(config, shape, "cpu")), *standard_parts(planning)]
     scheduler = compose_scheduler(planning, planning.policy, parts)
-    loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), time.monotonic)
+    loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), TICKS.monotonic)
     waiting = requests(seed, KINDS_HERE, 14, prompt=12, tokens=90)
     return play(loop, waiting, choose, aborts=speculation != "off")
 

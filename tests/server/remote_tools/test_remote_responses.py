@@ -386,7 +386,8 @@ async def test_a_background_response_whose_server_fails_has_failed(api: httpx.As
 async def test_connections_end_with_the_response(api: httpx.AsyncClient, remote: Remote) -> None:
     remote.fault = RemoteFault("gone", code=502)
     await post(api, status=424)
-    await asyncio.sleep(0)
+    while not remote.closed:
+        await asyncio.sleep(0.002)
     assert remote.closed == 1
 
 

@@ -293,7 +293,12 @@ class TestLimits:
             waiting = made.channel.stream_unary(INFER)()
             assert await waiting.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             assert await waiting.details() == "the message has not arrived within 0.05 s (--body-seconds)"
-            assert await call(made.channel, INFER, called())
+            while True:
+                try:
+                    assert await call(made.channel, INFER, called())
+                    break
+                except grpc.aio.AioRpcError as late:  # on a busy machine, this one may be late, too
+                    assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
     async def test_a_call_without_a_message_is_refused(self, app: FakeApp) -> None:
         async with server(app) as made:

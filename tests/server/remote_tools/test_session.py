@@ -247,7 +247,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: 
     monkeypatch.setattr(sessions, "resolved", resolved)
     async with serving(app) as port:
         allowed = AllowedHosts.read(["sea.example:*", "127.0.0.0/8"])
-        fault = await fault_of(Session(RemoteServer("test", f"http://sea.example:{port}/mcp"), allowed, 5))
+        fault = await fault_of(Session(RemoteServer("test", f"http://sea.example:{port}/mcp"), allowed, 60))
     assert fault.code == 401
     assert set(asked) == {"sea.example"} and set(hosts) == {f"sea.example:{port}".encode()}
 

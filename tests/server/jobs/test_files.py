@@ -432,7 +432,7 @@ async def test_a_long_upload_has_time_by_its_length_and_a_stalled_one_ends(
         for at in range(0, len(body), 20_000):
             writer.write(body[at : at + 20_000])
             await writer.drain()
-            await asyncio.sleep(pause if at else 0)
+            await asyncio.sleep(pause if at == 20_000 else 0)
             if pause > 0.5 and at:
                 break
         assert (await asyncio.wait_for(reader.readline(), 60)).split()[1] == status

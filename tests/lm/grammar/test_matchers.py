@@ -200,4 +200,4 @@ def test_slow_answers_of_a_tenant_end_before_they_hold_up_a_step_and_another_goe
         assert letter in choices[24]
         rows, answers = [row._replace(start=row.stop, stop=row.stop + 1, tokens=(PENDING,)) for row in rows], []
     assert choices[:24].count([END]) > 12
-    assert longest < 0.4  # and seconds if every mask is written
+    assert longest < 1.0  # and seconds if every mask is written

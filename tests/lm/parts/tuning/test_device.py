@@ -23,22 +23,36 @@ from tests.paged import allocated
 __all__ = ["model"]
 
 
+LONG_SECONDS = 1000.0
+"""Seconds of a slice: more than any step takes on a busy machine."""
+
+
+class Clock:
+    """The module `time`, whose clock goes on by the seconds of each slice, too."""
+
+    passed = 0.0
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.passed
+
+
 class Slices:
     """Computes nothing: notes what the executor asks for."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[TrainingSlice, int, str]] = []
+        self.clock = Clock()
 
     def launch(self, slice_: TrainingSlice, lent: int) -> Slices:
         self.asked.append((slice_, lent, threading.current_thread().name))
         self.last = slice_
-        time.sleep(0.05)
+        self.clock.passed += LONG_SECONDS
         return self
 
     def result(self) -> TrainingReport:
         slice_ = self.last
         return TrainingReport(
-            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, 0.05
+            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, LONG_SECONDS
         )
 
 
@@ -55,9 +69,12 @@ def executor(device: PagedDevice) -> PagedExecutor:
     return device.executor
 
 
-def test_a_slice_runs_after_its_segments_and_its_time_is_not_the_steps(executor: PagedExecutor) -> None:
+def test_a_slice_runs_after_its_segments_and_its_time_is_not_the_steps(
+    executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = generate(executor, GREEDY, row=1)
     slices: Slices = executor.part(TuningExecutor).training
+    monkeypatch.setattr("holdfast.lm.execution.executor.time", slices.clock)
     slice_ = TrainingSlice("job", 0, 0, "run", 0, 2)
     executor.submit(replace(prefill(0, GREEDY), parts=(TrainingPlan(slice=slice_, lent=3),)))
     executor.submit(StepPlan(1, (), parts=(TrainingPlan(slice=slice_, lent=4),)))
@@ -66,7 +83,7 @@ def test_a_slice_runs_after_its_segments_and_its_time_is_not_the_steps(executor:
     first, alone, *rest = (executor.collect() for _ in range(7))
     assert [first.tokens[0], *(result.tokens[0] for result in rest)] == expected
     assert alone.tokens == () and alone.part(TrainingReport) and not rest[0].part(TrainingReport)
-    assert first.part(TrainingReport) and first.part(TrainingReport).seconds == 0.05 > first.seconds > 0
+    assert first.part(TrainingReport) and first.part(TrainingReport).seconds == LONG_SECONDS > first.seconds > 0
     assert [(lent, name.startswith("holdfast-step")) for _, lent, name in slices.asked] == [(3, True), (4, True)]
 
 

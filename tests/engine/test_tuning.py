@@ -61,6 +61,8 @@ from tests.tuning import diverge
 
 TUNING: dict[str, Any] = {**SMALL, "tuning": True, "tuning_mirror": "off", "tuning_micro_batch": 128, "max_adapters": 2}
 SLICES: dict[str, Any] = {"token_budget": None, "tbt_target": 2000.0}
+ROOMY: dict[str, Any] = {"token_budget": None, "tbt_target": 60_000.0}
+"""Room for slices next to streams, however slow the machine was when it was measured."""
 Example = tuple[list[int], list[float]]
 
 
@@ -269,7 +271,7 @@ def test_a_job_changes_all_modules_that_every_layer_of_its_family_has(
     assert each.tokens["tuned"] != each.tokens["base"]
 
 
-@pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, SLICES], ids=["deferral", "slices"])
+@pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, ROOMY], ids=["deferral", "slices"])
 def test_streams_get_the_same_tokens_with_and_without_training(
     bench: Callable[..., Bench], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -570,7 +572,7 @@ def test_every_option_of_tuning_reaches_what_it_is_for(bench: Callable[..., Benc
 def test_the_trace_shows_slices_after_their_steps_and_the_blocks_lent(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
-    each = bench(trace=str(tmp_path / "trace.json"), **SLICES)
+    each = bench(trace=str(tmp_path / "trace.json"), **ROOMY)
     each.start(new_job(tmp_path, epochs=1))
     each.submit("stream", range(3, 20), 30)
     each.finish("job")

@@ -267,7 +267,7 @@ class DiskHistory(EngineHistory):
     def pause(self) -> None:
         """Let all requests end, and the engine write what is idle."""
         handler = self.engine.handler(TierHandler)
-        last = time.monotonic() + 60
+        last = time.monotonic() + 200
         while (self.loop.has_work() or handler.busy or handler.ready) and time.monotonic() < last:
             handler.exchange()
             self.step()

@@ -32,7 +32,7 @@ def test_bash_completes_commands_options_and_words(
     words = " ".join(f"'{word}'" for word in line)
     program = f"{script('bash', capsys)}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _holdfast\n"
     program += 'printf "%s\\n" "${COMPREPLY[@]}"'
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=200)
     assert not done.stderr
     found = set(done.stdout.split())
     assert expected <= found and not others & found
@@ -43,7 +43,7 @@ def test_each_script_is_whole_and_its_shell_reads_it(shell: str, capsys: pytest.
     text = script(shell, capsys)
     assert "serve" in text and "max-model-len" in text and "Traceback" not in text
     if shutil.which(shell) is not None:
-        subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=30)
+        subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=200)
 
 
 def test_fish_has_the_help_texts_quoted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def test_unknown_tokens_and_prompts_that_are_too_long_are_refused(serving: Servi
 def test_chat_through_a_pipe_answers_each_line(serving: Serving) -> None:
     command = [sys.executable, "-m", "holdfast.cli", "chat", "--url", serving.url, "--max-tokens", "8"]
     env = {**environment(), "HOLDFAST_API_KEY": "two"}
-    done = subprocess.run(command, input="hi\nagain\n", capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(command, input="hi\nagain\n", capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("first token") == 2
 
@@ -121,7 +121,7 @@ def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
         next(iter(stream))
         serving.process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        assert serving.process.wait(timeout=60) == 0
+        assert serving.process.wait(timeout=200) == 0
 
 
 def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint
         os.kill(serving.engine_pid(), signal.SIGKILL)
         with pytest.raises(openai.APIError, match="engine has stopped"):
             list(stream)
-        assert serving.process.wait(timeout=60) == 1
+        assert serving.process.wait(timeout=200) == 1
         assert serving.process.stderr is not None
         (reason,) = serving.process.stderr.read().splitlines()
         assert reason.startswith("holdfast: the engine has ended")

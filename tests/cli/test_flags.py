@@ -320,7 +320,7 @@ assert of_models <= packages | {{"config"}} | {{f"{{name}}.options" for name in 
         env={"PYTHONPATH": os.pathsep.join(sys.path)},
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
 

@@ -243,5 +243,5 @@ def begin(device):
 spawn.EngineProcess = begin
 sys.exit(main(["serve", "--port", "0", "--device", "cpu"]))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.stderr, done.returncode) == ("cpu []\n", "holdfast: enough\n", 1)

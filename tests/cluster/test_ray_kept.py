@@ -171,7 +171,7 @@ def test_a_stream_and_a_background_response_go_on_at_another_server(serve: Serve
         id, last = seen[0]["response"]["id"], seen[-1]["sequence_number"]
         url = f"{second.url}/v1/responses/{id}"
         until(lambda: httpx.get(url).status_code == 200, 20)
-        rest = httpx.get(f"{url}?stream=true&starting_after={last}", timeout=60).text.splitlines()
+        rest = httpx.get(f"{url}?stream=true&starting_after={last}", timeout=200).text.splitlines()
         events = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
         assert [each["sequence_number"] for each in events] == [*range(last + 1, last + 1 + len(events))]
         text = "".join(each["delta"] for each in seen + events if each["type"] == "response.output_text.delta")
@@ -252,7 +252,7 @@ def free_cpus(nodes: Nodes) -> float:
         "print(ray.available_resources().get('CPU', 0.0))"
     )
     command = [sys.executable, "-c", code, nodes.address]
-    return float(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60).stdout)
+    return float(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200).stdout)
 
 
 def actor(nodes: Nodes, name: str) -> int:
@@ -262,7 +262,7 @@ def actor(nodes: Nodes, name: str) -> int:
         "print(ray.get(ray.get_actor(sys.argv[2]).about.remote()).pid)"
     )
     command = [sys.executable, "-c", code, nodes.address, name]
-    return int(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60).stdout)
+    return int(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200).stdout)
 
 
 async def test_engines_are_ended_once_the_last_server_is_gone_and_not_while_one_stays() -> None:

@@ -217,7 +217,7 @@ def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_
     service = fakeredis.TcpFakeServer(("127.0.0.1", port), server_type="redis")
     threading.Thread(target=service.serve_forever, daemon=True).start()
     caplog.clear()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while engine.loop.stats().remote_bytes_written < 6 * BLOCK:  # idle: found blocks wake it
         assert woken.wait(deadline - time.monotonic())
         woken.clear()

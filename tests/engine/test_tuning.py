@@ -160,7 +160,7 @@ class Bench:
         for number, job in enumerate(jobs):
             self.say(StartJob(2000 + number, job))
         for *_, reading in [*self.tuning._reading]:
-            reading.result(timeout=60)
+            reading.result(timeout=200)
         self.until(lambda: all(self.answered(2000 + number) for number in range(len(jobs))))
         assert {job.id for job in jobs} <= {*self.tuning._open}
 

@@ -215,7 +215,7 @@ def test_an_encoder_decoder_answers_completions_as_its_own_generate_does(transla
         async with openai.AsyncOpenAI(base_url=url, api_key="one", max_retries=0) as client:
             model = (await client.models.list()).data[0].id
             asked = [
-                client.completions.create(model=model, prompt=prompt, max_tokens=12 + at % 7, temperature=0, timeout=60)
+                client.completions.create(model=model, prompt=prompt, max_tokens=12 + at % 7, temperature=0, timeout=90)
                 for at, prompt in enumerate(prompts)
             ]
             return [answer.choices[0].text for answer in await asyncio.gather(*asked)]

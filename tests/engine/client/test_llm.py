@@ -170,7 +170,7 @@ def test_the_engine_ends_with_the_script_that_started_it(checkpoint, tmp_path, w
         if what == "run":
             assert process.stdout.readline() == "sent\n"
             process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     wait_for_end(engine)
     assert process.returncode == status, errors
     assert ("KeyboardInterrupt" in errors) == (what == "run")

@@ -62,7 +62,7 @@ class Peer:
             self._house.sent += 1
 
     def read(self) -> Any:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while not self.socket.poll(20):
             assert time.monotonic() < until, "nothing came"
             self._house.go_on()
@@ -123,7 +123,7 @@ class House:
 
     def take(self, count: int) -> list[Any]:
         """Wait until the loop has this many messages, and until all that the peers have sent was handled."""
-        got, until = self.early, time.monotonic() + 60
+        got, until = self.early, time.monotonic() + 200
         self.early = []
         while True:
             if self.received < self.sent:
@@ -484,7 +484,7 @@ def leave(house: House, peer: Peer) -> None:
     """Close a client's connection as a killed process does, and wait until the engine has noticed."""
     before = len(house.clients._attached)
     peer.socket.close(linger=0)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while len(house.clients._attached) == before:
         assert time.monotonic() < until, "nobody noticed"
         house.clients.poll(0.02)

@@ -98,7 +98,7 @@ def with_magnitudes(weights: AdapterWeights) -> AdapterWeights:
     return AdapterWeights(pairs, weights.names)
 
 
-def answers(engine: Engine, kind: type, seconds: float = 30.0) -> list:
+def answers(engine: Engine, kind: type, seconds: float = 200.0) -> list:
     """The handler's answers, once one of this kind is among them."""
     found: list = []
     deadline = time.monotonic() + seconds

@@ -246,7 +246,7 @@ def turn(engine, tokens):
 
 def fetch(source, target, tokens, stop=False):
     """Fetch the state of these tokens from an engine, or stop once that has begun. Returns the target's answer."""
-    chain, told, deadline = chain_of(tokens), [], time.monotonic() + 60
+    chain, told, deadline = chain_of(tokens), [], time.monotonic() + 200
     target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
     if stop:
         target.handler(MoveHandler).receive(StopFetch(1))

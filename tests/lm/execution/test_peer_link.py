@@ -28,7 +28,7 @@ class FakeStream:
 
 
 def wait(address: int, number: int, stream: object) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while ctypes.c_uint32.from_address(address).value < number:
         assert time.monotonic() < deadline, f"the counter never reaches {number}"
         time.sleep(0.0001)

@@ -36,7 +36,7 @@ def disk(tmp_path):
 
 
 def wait_for(threads, count):
-    ended, deadline = [], time.monotonic() + 60
+    ended, deadline = [], time.monotonic() + 200
     while len(ended) < count:
         assert time.monotonic() < deadline
         ended += threads.take()

@@ -82,7 +82,7 @@ class Together:
         self._go.set()
         for future in self._futures:
             with suppress(BaseException):
-                future.exception(timeout=30)
+                future.exception(timeout=200)
         self.writer.shutdown()
         event.remove(self.store.database.engine, "commit", self._committed)
 
@@ -196,7 +196,7 @@ def test_an_answer_waits_for_the_flush(on_disk: Store, monkeypatch: pytest.Monke
     began.wait()
     assert not future.done()
     go.set()
-    assert future.result(timeout=30) is None
+    assert future.result(timeout=200) is None
     writer.shutdown()
 
 

@@ -121,7 +121,7 @@ def test_every_answered_turn_survives_the_kill_of_all_processes(
     for process in processes:
         process.send_signal(signal.SIGKILL)
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=200)
         assert process.returncode == -signal.SIGKILL and errors == ""
         answered += [line for line in output.splitlines(keepends=True) if line.endswith("\n")]
     answered = [line.strip() for line in answered]

@@ -116,7 +116,7 @@ def test_every_device_receives_all_addends_of_each_part(
     for child in children:
         child.start()
     try:
-        results = dict(queue.get(timeout=30) for _ in children)
+        results = dict(queue.get(timeout=200) for _ in children)
     finally:
         for child in children:
             child.kill()

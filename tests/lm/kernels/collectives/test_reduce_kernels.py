@@ -39,7 +39,7 @@ def run_devices(case: Case, size: int) -> list[list[torch.Tensor]]:
     for child in children:
         child.start()
     try:
-        results = dict(queue.get(timeout=30) for _ in children)
+        results = dict(queue.get(timeout=200) for _ in children)
     finally:
         for child in children:
             child.kill()

@@ -63,12 +63,12 @@ async def test_a_killed_client_costs_its_requests_and_leaves_the_cache(small, tm
     engine = await EngineClient.start(small(), listen=address)
     try:
         assert stat.S_IMODE(Path(address).stat().st_mode) == 0o600
+        one, two = await attach(address), await attach(address)
         with subprocess.Popen(
             [sys.executable, "-c", CLIENT, address], env=ENVIRONMENT, stdout=subprocess.PIPE
         ) as killed:
             assert killed.stdout is not None
             await asyncio.to_thread(killed.stdout.readline)  # Its first token.
-            one, two = await attach(address), await attach(address)
             assert (await one.health()).running == 1
             killed.kill()
         while (await one.health()).running:

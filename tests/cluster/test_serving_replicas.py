@@ -38,12 +38,11 @@ def await_ready(served: Serving, *names: str) -> None:
     eventually(lambda: {each["name"] for each in members(served) if each["state"] == "ready"} == {*names})
 
 
-def busy(served: Serving) -> dict[str, Any]:
-    return next(each for each in members(served) if each["requests"])
-
-
 def read(served: Serving, kill_at: int | None = None) -> tuple[str, list[float], Any, Any]:
-    """Stream a completion. Returns its text, log probabilities, finish reason and usage. `kill_at` kills its engine."""
+    """Stream a completion. Returns its text, log probabilities, finish reason and usage.
+
+    After `kill_at` tokens, its engine is killed if it still computes.
+    """
     stream = served.client().completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
     text, logprobs, reason, usage = "", list[float](), None, None
     for chunk in stream:
@@ -55,7 +54,9 @@ def read(served: Serving, kill_at: int | None = None) -> tuple[str, list[float],
         usage = chunk.usage or usage
         if kill_at is not None and len(logprobs) >= kill_at:
             with served.standstill():
-                os.kill(busy(served)["pid"], signal.SIGKILL)
+                for each in members(served):
+                    if each["requests"]:
+                        os.kill(each["pid"], signal.SIGKILL)
             kill_at = None
     return text, logprobs, reason, usage
 
@@ -81,10 +82,14 @@ def test_responses_and_conversations_work_through_the_router(served: Serving) ->
 
 def test_a_stream_outlives_its_engine_without_a_difference(served: Serving) -> None:
     text, logprobs, reason, usage = read(served)
-    after = read(served, kill_at=3)
-    assert (after[0], after[2]) == (text, reason) == (text, "length")
-    assert after[1] == pytest.approx(logprobs, abs=1e-4) and len(logprobs) == ASKED["max_tokens"]
-    assert (after[3].prompt_tokens, after[3].completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
+    for _ in range(20):
+        after = read(served, kill_at=3)
+        assert (after[0], after[2]) == (text, reason) == (text, "length")
+        assert after[1] == pytest.approx(logprobs, abs=1e-4) and len(logprobs) == ASKED["max_tokens"]
+        assert (after[3].prompt_tokens, after[3].completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
+        if "holdfast_requests_resumed_total 1.0" in httpx.get(f"{served.url}/metrics", headers=OPERATOR).text:
+            break  # on a busy machine, an engine may have all tokens before it is killed
+        await_ready(served, "0", "1")
     health = httpx.get(f"{served.url}/health", headers=OPERATOR)
     assert health.status_code == 200 and len(health.json()["replicas"]) == 2
     await_ready(served, "0", "1")

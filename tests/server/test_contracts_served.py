@@ -91,7 +91,7 @@ def test_a_contract_goes_on_at_the_other_replica_when_an_engine_is_killed(checkp
         httpx.Client(base_url=serving.url, timeout=60.0) as api,
     ):
         api.headers["authorization"] = "Bearer one"
-        asked = body(serving, max_tokens=1500, tbt_ms=100_000, complete_ms=280_000, stream=True)
+        asked = body(serving, max_tokens=2500, tbt_ms=100_000, complete_ms=280_000, stream=True)
         with api.stream("POST", TEXT, json=asked) as answer:
             lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
             first = [next(lines) for _ in range(3)]

@@ -133,8 +133,9 @@ class TestTLS:
 
 
 async def test_an_engine_that_dies_ends_streams_with_an_error_and_the_server_with_1(
-    listening: Listening, client: FakeClient
+    listening: Listening, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("holdfast.server.run.CUT_SECONDS", 60.0)
     client.hold = asyncio.Event()
     async with listening() as server, official(server.url) as api:
         stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)
@@ -175,6 +176,8 @@ async def refused(url: str) -> None:
                 assert (await plain.get("/health")).status_code in (200, 503)
             except httpx.ConnectError:
                 return
+            except httpx.TransportError:  # on a busy machine, a request may come too late for its connection
+                pass
 
 
 async def test_sigterm_lets_streams_finish_and_refuses_connections(
@@ -192,8 +195,9 @@ async def test_sigterm_lets_streams_finish_and_refuses_connections(
 
 
 async def test_a_stream_that_outlives_the_drain_ends_with_an_error_event(
-    listening: Listening, client: FakeClient
+    listening: Listening, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("holdfast.server.run.CUT_SECONDS", 60.0)
     client.hold = asyncio.Event()
     async with listening(drain_seconds=0) as server, official(server.url) as api:
         stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)

@@ -102,6 +102,15 @@ def patient_clients() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def patient_remote_tier() -> Iterator[None]:
+    """Services of the remote tier, which tests run in their own process, may answer late on a slow machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("CONNECT_SECONDS", "ANSWER_SECONDS"):
+            patch.setattr(f"holdfast.lm.execution.remote_store.{limit}", 120.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def forked_engines() -> Iterator[Forking]:
     """Engines, ranks and servers that tests start are forked.
 

@@ -75,7 +75,7 @@ def answer(engine, prompt, max_tokens=9, name="r", **more):
 
 
 def write_all(engine):
-    engine.handler(TierHandler).flush(engine.loop, 20)
+    engine.handler(TierHandler).flush(engine.loop, 200)
 
 
 def second_turn(first):

@@ -68,11 +68,11 @@ def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(smal
     plain.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
     assert answers(engine, at_once=True) == (expected, [0] * 6)
-    engine.handler(TierHandler).flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     assert engine.loop.stats().disk_blocks_cached >= 36
     assert answers(engine, name="again") == (expected, [96] * 6)
     assert engine.loop.stats().prefix_hits_on_disk >= 4 * 96
-    engine.handler(TierHandler).flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     engine.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
     chain = block_digests(Identity().root(), PROMPTS[0][:96], 16)
@@ -92,7 +92,7 @@ def test_the_last_flush_ends_what_runs_and_writes_what_it_leaves(tiny):
         pass
     steps, step = [], engine.loop.step
     engine.loop.step = lambda: (steps.append(1), step())[1]
-    engine.handler(TierHandler).flush(engine.loop, 30)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     stats = engine.loop.stats()
     assert (stats.running, stats.waiting) == (0, 0) and len(steps) < 10
     assert stats.disk_blocks_cached >= 6
@@ -103,9 +103,9 @@ def test_a_restart_knows_which_conversation_of_the_disk_was_used_last(tiny):
     engine = build_engine(tiny())
     for number in range(3):
         answers(engine, PROMPTS[number : number + 1], name=str(number))
-    engine.handler(TierHandler).flush(engine.loop, 10)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     answers(engine, PROMPTS[:1], name="again")
-    engine.handler(TierHandler).flush(engine.loop, 10)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     engine.loop.close()
     engine = build_engine(tiny())
     disk = engine.loop.planner.part(TierPart).lower.disk
@@ -122,7 +122,7 @@ def test_an_end_that_leaves_state_unwritten_says_so(tiny, caplog):
     assert "0 s did not suffice to write all state to the lower tiers" in caplog.text
     assert "0 blocks or states of the host and more of the device are left" in caplog.text
     caplog.clear()
-    engine.handler(TierHandler).flush(engine.loop, 30)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     assert not caplog.text
     engine.loop.close()
 
@@ -130,7 +130,7 @@ def test_an_end_that_leaves_state_unwritten_says_so(tiny, caplog):
 def test_corrupt_blocks_are_found_and_computed_again(tiny, tmp_path):
     engine = build_engine(tiny())
     expected, _ = answers(engine)
-    engine.handler(TierHandler).flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     engine.loop.close()
     (blocks,) = tmp_path.glob("disk/kv-*/blocks")
     with blocks.open("r+b") as file:
@@ -149,7 +149,7 @@ def test_another_model_finds_nothing_on_the_disk(tiny, checkpoint, tmp_path):
 
     engine = build_engine(tiny())
     answers(engine)
-    engine.handler(TierHandler).flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     engine.loop.close()
     make(tmp_path / checkpoint.name, "Llama", max_position_embeddings=4096, eos_token_id=1, seed=9)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -169,7 +169,7 @@ def test_blocks_of_transformers_code_are_read_after_a_restart_by_the_same_weight
     assert "Transformers" in engine.info.executor_reason
     prompt = [PROMPTS[0][:50]]
     expected, _ = answers(engine, prompt)
-    engine.handler(TierHandler).flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 200)
     engine.loop.close()
     engine = build_engine(tiny(model=str(tmp_path / "one")))
     assert answers(engine, prompt) == (expected, [48])
@@ -187,7 +187,7 @@ def test_engines_share_blocks_that_one_of_them_put_into_the_remote_tier(tiny):
     config = tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb)
     one = build_engine(config)
     expected, _ = answers(one)
-    one.handler(TierHandler).flush(one.loop, 5)
+    one.handler(TierHandler).flush(one.loop, 200)
     one.loop.close()
     other = build_engine(config)
     tokens, found = answers(other)
@@ -210,7 +210,7 @@ def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_
         engine = build_engine(tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb), wake=woken.set)
         assert "refused" in engine.info.remote_trouble and engine.loop.stats().remote_down == 1
         expected, _ = answers(engine, PROMPTS[:1])
-        engine.handler(TierHandler).flush(engine.loop, 5)
+        engine.handler(TierHandler).flush(engine.loop, 200)
     (said,) = caplog.messages
     assert f"redis://127.0.0.1:{port}/0 does not work: " in said and "refused" in said and "secret" not in said
     woken.clear()
@@ -279,5 +279,5 @@ def test_blocks_of_layers_of_two_head_sizes_come_back_from_the_disk(small, tiny,
     for cached in (0, 96):
         engine = build_engine(tiny(**given, **sizes))
         assert answers(engine, at_once=True) == (expected, [cached] * 6)
-        engine.handler(TierHandler).flush(engine.loop, 5)
+        engine.handler(TierHandler).flush(engine.loop, 200)
         engine.loop.close()

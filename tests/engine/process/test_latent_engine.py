@@ -86,7 +86,7 @@ def test_latents_come_back_from_the_host_and_the_disk_after_a_restart(served: tu
             found, cached = answer(engine.loop, f"{turn} {number}", prompt)
             assert found == generated(served[0], prompt, 9)
             assert 32 <= cached <= 40 if turn else cached == 0
-        engine.handler(TierHandler).flush(engine.loop, 10)
+        engine.handler(TierHandler).flush(engine.loop, 200)
         stats = engine.loop.stats()
         assert stats.disk_blocks_cached >= 50
         assert stats.prefix_hits_on_disk >= (5 * 32 if turn else 0)

@@ -284,7 +284,7 @@ def test_a_conversation_moves_to_an_engine_of_its_layout_then_to_disk_and_goes_o
     assert fetch(engine, target, second[0], stop=True) == ChunksFetched(1, 0, "the move was stopped")
     assert fetch(engine, target, second[0]) == ChunksFetched(1, 192, "")
     assert turn(target, second[0]) == (second[1], 192)
-    target.handler(TierHandler).flush(target.loop, 5)
+    target.handler(TierHandler).flush(target.loop, 200)
     target.close()
     if layout["pp"] > 1:
         return  # the rest is alike for all layouts

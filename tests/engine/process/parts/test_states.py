@@ -245,7 +245,7 @@ def turn(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[tuple[int,
         handler.exchange()
         for output in engine.loop.step() or ():
             tokens, cached = tokens + output.tokens, output.cached_tokens
-    handler.flush(engine.loop, 10)
+    handler.flush(engine.loop, 200)
     return tokens, cached
 
 

@@ -263,6 +263,25 @@ def _load(path: Path, kind: type[ProfileT], command: str) -> ProfileT:
         raise ValueError(f"{path} is not a profile: {error}; measure again with `{command}`") from None
 
 
+def keep(profile: CostProfile | CellProfile, path: Path, *, required: bool) -> None:
+    """Save a profile in the cache, for later starts.
+
+    If that fails, as in a read-only file system, raises OSError with a way out if the file is `required`. Otherwise
+    logs a warning.
+    """
+    try:
+        profile.save(path)
+    except OSError as error:
+        _refuse_or_warn(path, error, required)
+
+
+def _refuse_or_warn(path: Path, error: OSError, required: bool) -> None:
+    reason = f"the profile cannot be stored in {path}: {error.strerror or error}"
+    if required:
+        raise OSError(f"{reason}; set XDG_CACHE_HOME to a directory that can be written") from None
+    log.warning("holdfast: %s; each start makes it again", reason)
+
+
 class StoredProfiles:
     """The stored profiles of a checkpoint with one precision on one device: two files for each extent.
 
@@ -302,19 +321,27 @@ class StoredProfiles:
         return min(found, key=lambda each: (not each[1].measured, each[1].extent), default=None)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, required: bool) -> Iterator[None]:
         """Hold the lock of these profiles while one is found or made.
 
         Engines that start together would slow each other's measurements. So one measures, and the others find its
-        result.
+        result. If there can be no lock, raises OSError if the profile is `required` to be stored, and otherwise holds
+        none: nothing can be stored.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+        lock = None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+        except OSError as error:
+            if required:
+                _refuse_or_warn(self.folder, error, required)
+        try:
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
             yield
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
 
 
 def cached_cell_profile_path(app: str, device: str) -> Path:

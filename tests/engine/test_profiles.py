@@ -14,6 +14,7 @@ from holdfast.engine.profiles import (
     Extent,
     StoredProfiles,
     cached_cell_profile_path,
+    keep,
 )  # fmt: skip
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import precision_of
@@ -42,7 +43,7 @@ def reaching(decodes, tokens=512, context=2048, *, measured=False):
     return replace(PROFILE, measured=measured, **sizes)
 
 
-def keep(stored, *profiles):
+def save(stored, *profiles):
     for profile in profiles:
         profile.save(stored.path(profile))
 
@@ -57,7 +58,7 @@ def found(stored, *extent, **how):
 def test_a_stored_profile_serves_an_engine_of_its_extent_and_smaller_ones_only(model):
     stored, profile = StoredProfiles(model, "float32", "CPU"), reaching(8)
     assert found(stored, 8, 512, 2048) is None
-    keep(stored, profile)
+    save(stored, profile)
     assert found(stored, 8, 512, 2048) == found(stored, 1, 16, 64) == profile
     assert found(stored, 9, 512, 2048) is found(stored, 8, 513, 2048) is None
     assert found(stored, 8, 512, 4096) == profile, "attention is priced up to twice the context"
@@ -66,25 +67,25 @@ def test_a_stored_profile_serves_an_engine_of_its_extent_and_smaller_ones_only(m
 
 def test_the_smallest_covering_profile_is_used_and_one_measured_in_full_before_estimates(model):
     stored, small, large = StoredProfiles(model, "float32", "CPU"), reaching(8), reaching(64)
-    keep(stored, large, small)
+    save(stored, large, small)
     assert found(stored, 8, 512, 2048) == small and found(stored, 9, 512, 2048) == large
     assert found(stored, 8, 512, 2048, in_full=True) is None
     measured = reaching(256, measured=True)
-    keep(stored, measured)
+    save(stored, measured)
     assert found(stored, 8, 512, 2048) == found(stored, 8, 512, 2048, in_full=True) == measured
-    keep(stored, reaching(256))
+    save(stored, reaching(256))
     assert found(stored, 256, 512, 2048) == measured, "an estimate does not replace it"
 
 
 def test_a_profile_of_an_unknown_extent_covers_no_engine(model):
     stored = StoredProfiles(model, "float32", "CPU")
-    keep(stored, PROFILE)
+    save(stored, PROFILE)
     assert found(stored, 1, 1, 64) is None
 
 
 def test_a_file_that_is_no_profile_is_passed_over_with_a_warning_that_names_it(model, caplog):
     stored = StoredProfiles(model, "float32", "CPU")
-    keep(stored, reaching(8), reaching(64))
+    save(stored, reaching(8), reaching(64))
     stored.path(reaching(8)).write_text("{}")
     (stored.folder / "a.json").mkdir()
     assert found(stored, 8, 512, 2048) == reaching(64)
@@ -97,12 +98,12 @@ def test_engines_that_start_together_measure_once(model):
     begun, go_on = threading.Event(), threading.Event()
 
     def start(number):
-        with stored.held():
+        with stored.held(required=True):
             if found(stored, 8, 512, 2048) is None:
                 begun.set()
                 assert go_on.wait(60)
                 measured.append(number)
-                keep(stored, reaching(8))
+                save(stored, reaching(8))
 
     engines = [threading.Thread(target=start, args=(number,)) for number in range(3)]
     for engine in engines:
@@ -114,6 +115,21 @@ def test_engines_that_start_together_measure_once(model):
         engine.join()
     assert len(measured) == 1
     assert found(stored, 8, 512, 2048) == reaching(8)
+
+
+def test_a_profile_that_cannot_be_stored_is_refused_only_if_it_was_asked_for(model, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file in place of the directory")
+    stored = StoredProfiles(model, "float32", "CPU")
+    path = stored.path(PROFILE)
+    with stored.held(required=False):
+        assert found(stored, 8, 512, 2048) is None
+        keep(PROFILE, path, required=False)
+    (warning,) = caplog.messages
+    assert f"cannot be stored in {path}: " in warning and "each start makes it again" in warning
+    with pytest.raises(OSError, match=r"llama.*: .*; set XDG_CACHE_HOME"), stored.held(required=True):
+        raise AssertionError("nothing is measured that cannot be stored")
+    with pytest.raises(OSError, match=r"llama.*: .*; set XDG_CACHE_HOME"):
+        keep(PROFILE, path, required=True)
 
 
 @pytest.mark.parametrize(

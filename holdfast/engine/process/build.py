@@ -43,7 +43,7 @@ from holdfast.engine.process.parts.states import StateBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
-from holdfast.engine.profiles import CostProfile, Extent, StoredProfiles
+from holdfast.engine.profiles import CostProfile, Extent, StoredProfiles, keep
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import (
@@ -241,7 +241,8 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
     served.handlers.append(refusing(parts, served.handlers))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy))
     note = describe_budget(config, shape, cost)
-    info = describe(site, memory, shape, builders, next((str(path) for path, _ in profiles), ""), note)
+    profile_path = next((str(path) for path, _ in profiles if path.is_file()), "")
+    info = describe(site, memory, shape, builders, profile_path, note)
     return Engine(loop, info, tuple(served.handlers), site.ranks)
 
 
@@ -479,11 +480,12 @@ def find_profiles(
 def find_profile(site: Site, shape: EngineShape, stored: StoredProfiles) -> Priced:
     """The stored profile that covers the engine's steps if there is one, else an estimate, which is stored.
 
-    It is measured in full if the order asks for it, or if a fixed token budget is computed from it.
+    It is measured in full if the order asks for it, or if a fixed token budget is computed from it. Raises OSError if
+    the order asks for a measurement that cannot be stored.
     """
     device, order = site.device, site.order
     in_full = order.measure or site.config.token_budget == "auto"
-    with stored.held():
+    with stored.held(required=order.measure):
         found = None if order.measure else stored.find(Extent.of(site.config, shape), in_full=in_full)
         if found is not None:
             return found
@@ -494,7 +496,7 @@ def find_profile(site: Site, shape: EngineShape, stored: StoredProfiles) -> Pric
             else:
                 profile = make_padded_profile(site.config, cast("PaddedDevice", device), shape, in_full=in_full)
         path = stored.path(profile)
-        profile.save(path)
+        keep(profile, path, required=order.measure)
     return path, profile
 
 

@@ -50,14 +50,12 @@ class InvariantLayerOps(FusedLayerOps):
         self._gpu = gpu_of(shape.inverse_frequencies.device)
 
     def settle(self, weights: Iterable[Weight]) -> str:
-        weights = list(weights)
-        if self._gpu.alike:
-            alike = adds_alike(weights, self.shape.dtype, self._gpu, self._slices)
-            if self.group is not None:  # all devices take the same kernels
-                own = torch.tensor([alike], dtype=torch.int64, device=self.shape.inverse_frequencies.device)
-                alike = bool(self.group.gather(own).min())
-            self._gpu = replace(self._gpu, alike=alike)
-        return "" if self._gpu.alike else ", one tile"
+        alike = self._gpu.alike and adds_alike(weights, self.shape.dtype, self._gpu, self._slices)
+        if self.group is not None:  # all devices take the same kernels, also if they are of different kinds
+            own = torch.tensor([alike], dtype=torch.int64, device=self.shape.inverse_frequencies.device)
+            alike = bool(self.group.gather(own).min())
+        self._gpu = replace(self._gpu, alike=alike)
+        return "" if alike else ", one tile"
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(weight, StackedWeight):

@@ -168,18 +168,20 @@ def test_the_outcome_is_found_once_in_a_process_and_only_for_plain_weights_of_16
 
 
 def test_all_devices_that_share_layers_take_the_one_tile_if_one_of_them_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "gpu_of", lambda where: SMALL)
-    monkeypatch.setattr(layers, "adds_alike", lambda *_: True)
-    for others, said in ((1, ""), (0, ", one tile")):
-        group = SimpleNamespace(size=2, gather=lambda own, others=others: torch.stack((own, own * others)))
-        ops = InvariantLayerOps(shape_of("cpu"), group, ranks=2)  # type: ignore[arg-type]
-        assert ops.settle([]) == said and ops._gpu.alike == (said == "")
+    """A device says so to the others also if it is of a kind that compares nothing."""
+    monkeypatch.setattr(
+        layers, "adds_alike", lambda weights, dtype, gpu, slices: gpu == SMALL or pytest.fail("compared")
+    )
+    for gpu, others, said in ((SMALL, 1, ""), (SMALL, 0, ", one tile"), (Gpu(108, alike=False), 1, ", one tile")):
+        asked: list[torch.Tensor] = []
 
+        def gather(own: torch.Tensor, others: int = others, asked: list[torch.Tensor] = asked) -> torch.Tensor:
+            asked.append(own)
+            return torch.stack((own, torch.full_like(own, others)))
 
-def test_gpus_of_other_kinds_compare_nothing_and_have_the_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "gpu_of", lambda where: Gpu(108, alike=False))
-    monkeypatch.setattr(layers, "adds_alike", lambda *_: pytest.fail("nothing is compared"))
-    assert InvariantLayerOps(shape_of("cpu")).settle([]) == ", one tile"
+        monkeypatch.setattr(layers, "gpu_of", lambda where, gpu=gpu: gpu)
+        ops = InvariantLayerOps(shape_of("cpu"), SimpleNamespace(size=2, gather=gather), ranks=2)  # type: ignore[arg-type]
+        assert ops.settle([]) == said and ops._gpu.alike == (said == "") and len(asked) == 1
 
 
 @pytest.mark.gpu

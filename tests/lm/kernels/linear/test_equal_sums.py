@@ -57,6 +57,8 @@ def test_every_kernel_that_may_read_a_weight_is_compared_at_the_ends_of_its_rang
     assert {way.launch for way in plain} == {FEW_TOKENS_DEEP, deep, middle, large}
     assert {way.height for way in plain if way.launch == FEW_TOKENS_DEEP} == {16, 32, 64}
     assert plain[Way(FEW_TOKENS_DEEP, False, 32)] == [17, 32]
+    heights = {way.height for way in added if way.launch == middle and way.apart}
+    assert heights == {128, 0}, "a tile that holds all rows is compiled in another way"
     cut = {way.launch for way in added if way.apart}
     kinds = {FEW_TOKENS_DEEP.block_k, MORE_TOKENS_CUT.block_k}
     assert {each.block_k for each in cut if isinstance(each, SkinnyLaunch)} == kinds

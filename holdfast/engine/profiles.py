@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
@@ -328,20 +328,16 @@ class StoredProfiles:
         result. If there can be no lock, raises OSError if the profile is `required` to be stored, and otherwise holds
         none: nothing can be stored.
         """
-        lock = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
-        except OSError as error:
-            if required:
-                _refuse_or_warn(self.folder, error, required)
-        try:
-            if lock is not None:
+        with ExitStack() as held:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+                held.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
+            except OSError as error:
+                if required:
+                    _refuse_or_warn(self.folder, error, required)
             yield
-        finally:
-            if lock is not None:
-                os.close(lock)
 
 
 def cached_cell_profile_path(app: str, device: str) -> Path:

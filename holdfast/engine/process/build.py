@@ -487,7 +487,7 @@ def find_profile(site: Site, shape: EngineShape, stored: StoredProfiles) -> Pric
     in_full = order.measure or site.config.token_budget == "auto"
     with stored.held(required=order.measure):
         found = None if order.measure else stored.find(Extent.of(site.config, shape), in_full=in_full)
-        if found is not None:
+        if found:
             return found
         order.on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
         with order.stages.stage("profile"):

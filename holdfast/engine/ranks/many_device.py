@@ -91,7 +91,10 @@ class ManyDevice(LanguageDevice):
 
     @property
     def precision(self) -> str:
-        """As `PagedDevice.precision`, with what computes other stages if it differs: their state has other bits."""
+        """The types of weights, activations and cache, in words.
+
+        It also names what computes other stages, if that differs from the first: their state has other bits.
+        """
         others = sorted({each.arithmetic for each in self._loaded} - {self._own.model.spec.arithmetic})
         return ", and on other ranks ".join([self._own.precision, *others])
 

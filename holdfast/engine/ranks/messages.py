@@ -120,7 +120,7 @@ class Loaded(Message, tag="loaded"):
     state_bytes: int = 0
     """Bytes of a sequence's recurrent states on this rank."""
     arithmetic: str = ""
-    """What computes this part (`ModelSpec.arithmetic`)."""
+    """Name of the kernels that compute this part: `ModelSpec.arithmetic`."""
 
 
 class Measured(Message, tag="measured"):

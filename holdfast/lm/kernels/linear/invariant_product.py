@@ -71,7 +71,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides how products are launched on a device."""
+    """The facts of a device that decide how products are launched on it."""
 
     processors: int
     """Number of processors that a launch is to fill. It does not change the bits."""
@@ -339,7 +339,7 @@ def cuts(x: torch.Tensor, weight: Multiplied, gpu: Gpu, order: SumOrder) -> bool
 
 
 def launch_of(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu, *, apart: bool) -> SkinnyLaunch | Tile:
-    """What `run` launches for x [T, K] and weight [N, K]: `skinny_gemm` where it can, else a tile.
+    """The launch of a product of x [T, K] and weight [N, K]: that of `skinny_gemm` where it can be, else a tile.
 
     It reads no numbers, so the tensors may be on no device.
     """

@@ -14,10 +14,11 @@ from fake_tuning import FakeTuner
 from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
-from holdfast.engine.client.client import AdapterError, Delta, Timings, Usage
+from holdfast.engine.client.client import AdapterError
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE, Pooling
+from holdfast.engine.client.stream import Delta, Timings, Usage
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats

@@ -24,7 +24,7 @@ import uvloop
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client.client import Delta, Timings, Usage
+from holdfast.engine.client.stream import Delta, Timings, Usage
 from holdfast.engine.client.text import Text
 from holdfast.engine.messages import EngineInfo, Submit, decode_to_engine, encode
 from holdfast.lm.memory.block_pool import BlockPool

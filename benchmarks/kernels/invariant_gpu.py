@@ -25,8 +25,7 @@ import triton
 
 from benchmarks.lib.invocation import provenance
 from holdfast.lm.kernels.launch import dependent_launch_options
-from holdfast.lm.kernels.linear import invariant_product as module
-from holdfast.lm.kernels.linear.invariant_product import SumOrder, Tile
+from holdfast.lm.kernels.linear.invariant_product import SumOrder, Tile, run
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, skinny_gemm_kernel
 
 SHAPES = {
@@ -65,7 +64,7 @@ def order_for(outputs: int, inputs: int, parts: int) -> SumOrder:
 def by_tile(x: torch.Tensor, weight: torch.Tensor, order: SumOrder, tile: Tile, apart: bool) -> torch.Tensor:
     dtype = torch.float32 if order.parts > 1 else x.dtype
     out = x.new_empty(order.parts if apart else 1, len(x), len(weight), dtype=dtype)
-    module._launch(x, weight, None, out, order, apart=apart, processors=1, tile=tile)
+    run(x, weight, None, out, order, tile, apart=apart)
     return out
 
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +30,7 @@ from holdfast.cells import algorithm
 from holdfast.cells.cell import Cell, Output, State, Value, padded_size, sizes_by_type
 from holdfast.cells.graph import ZEROS, CellGraph
 from holdfast.cells.graph_batch import GraphBatch
+from holdfast.cells.node_memory import Batch, NodeMemory
 from holdfast.cells.partition import Partition, Splitter
 from holdfast.cells.plan import (
     FIRST_ROW,
@@ -44,7 +44,7 @@ from holdfast.cells.plan import (
     Round,
     Task,
 )
-from holdfast.cells.results import Alone, Form, Result, ResultTable
+from holdfast.cells.results import Alone, Result, ResultTable
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
 from holdfast.cells.waiting import Lone, Lot
 
@@ -137,11 +137,13 @@ class CellPlanner:
         if workers > MOST_WORKERS:
             raise ValueError(f"workers is {workers}; it must be at most {MOST_WORKERS}")
         self.types = dict(types) if types is not None else {cell: number for number, cell in enumerate(cells)}
-        layout = Layout(cells)
+        layout, by_type = Layout(cells), sizes_by_type(self.types, sizes)
         first_of = {number: cell for cell, number in reversed(self.types.items())}
+        firsts = [first_of[number] for number in range(len(by_type))]
+        self._memory = NodeMemory(firsts, self.types, capacity)
         self._kinds = [
-            _Kind(number, first_of[number], some, layout)
-            for number, some in enumerate(sizes_by_type(self.types, sizes))
+            _Kind(number, cell, some, layout, ranges)
+            for number, (cell, some, ranges) in enumerate(zip(firsts, by_type, self._memory.ranges, strict=True))
         ]
         self._held = {
             (cell, output): (number, self._kinds[number].position[output])
@@ -152,7 +154,7 @@ class CellPlanner:
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas(layout)
         self._workers, self._max_tasks, self._capacity = workers, max_tasks, capacity
-        self._results = ResultTable([kind.ranges for kind in self._kinds], capacity)
+        self._results = ResultTable(self._memory.ranges, capacity)
         self._where: dict[str, int] = {}
         """For each request: its first row, or if it has none yet, -1 minus the number of its lot."""
         self._lots: dict[int, Lone | Lot] = {}
@@ -163,11 +165,6 @@ class CellPlanner:
         """Number of requests that wait."""
         self._stops = False
         """Whether any chain so far may end early."""
-        self._batches: dict[int, _Batch] = {}
-        """The batches that hold ranges, by number."""
-        self._free_batches = [*range(capacity - 1, -1, -1)]
-        self._left = np.zeros(capacity, np.int64)
-        """Number of requests of each batch that hold rows."""
         self._sent: list[deque[_Sent]] = [deque() for _ in range(workers)]
         """Rounds in flight, by worker, oldest first."""
         self._rounds = 0
@@ -182,7 +179,6 @@ class CellPlanner:
         self._table = empty_table(capacity)
         self._sources = np.full((capacity, self._widths.shape[1]), NOBODY, np.int32)
         self._queues = Queues(len(self._kinds), capacity)
-        self._links = Ranges([((), "int64")])
         self._counts = np.zeros(2, np.int64)
 
     def worker(self, number: int) -> CellWorker:
@@ -252,7 +248,7 @@ class CellPlanner:
             self._table,
             self._queues.rows,
             self._queues.bounds,
-            self._links.items[0],
+            self._memory.links.items[0],
             self._counts,
             sent.rows,
             sent.at,
@@ -380,8 +376,8 @@ class CellPlanner:
             del self._lots[number]
         graphs = [lot.graph for lot in lots]
         found = self._splitter.split(graphs)
-        batch = self._begin_batch(found, len(lots))
-        stops, starts = self._make_room(graphs, batch)
+        batch = self._memory.begin(self._numbers.take(len(found.types)), len(lots))
+        starts = self._memory.store(graphs, batch)
         rows = batch.rows
         firsts = found.first.tolist()
         numbers = rows[found.first].tolist()
@@ -390,7 +386,7 @@ class CellPlanner:
             (id,) = lot.ids
             self._where[id] = row
             self._results.note_alone(row, id, Alone(lot.results, lot.graph.constants, offsets, rows[first:end]))
-        self._enter(found, batch, stops)
+        self._enter(found, batch, self._stops_alone(graphs))
         self._waiting -= len(lots)
         return True
 
@@ -401,9 +397,9 @@ class CellPlanner:
             return False
         graphs, ids = lot.graphs.part(begin, end), lot.ids[begin:end]
         found = self._splitter.split_batch(graphs)
-        batch = self._begin_batch(found, len(ids))
+        batch = self._memory.begin(self._numbers.take(len(found.types)), len(ids))
         firsts = batch.rows[found.first]
-        begins = self._store_batch(graphs, lot.form, batch)
+        begins = self._memory.store_batch(graphs, lot.form.types, batch)
         stops, chains = _stops_of(graphs, batch.rows, found.first)
         self._results.note(firsts, ids, lot.form, graphs, begins, chains)
         self._where.update(zip(ids, firsts.tolist(), strict=True))
@@ -416,22 +412,15 @@ class CellPlanner:
             del self._lots[number]
         return True
 
-    def _begin_batch(self, found: Partition, requests: int) -> _Batch:
-        """Take rows for requests."""
-        batch = _Batch(self._free_batches.pop(), self._numbers.take(len(found.types)))
-        self._batches[batch.number] = batch
-        self._left[batch.number] = requests
-        return batch
-
-    def _enter(self, found: Partition, batch: _Batch, stops: np.ndarray) -> None:
+    def _enter(self, found: Partition, batch: Batch, stops: np.ndarray) -> None:
         rows = batch.rows
-        link = batch.hold(self._links, len(rows) + len(found.reader)) if len(found.reader) else 0
+        link = batch.hold(self._memory.links, len(rows) + len(found.reader)) if len(found.reader) else 0
         algorithm.enter(
             self._table,
             self._sources,
             self._queues.rows,
             self._queues.bounds,
-            self._links.items[0],
+            self._memory.links.items[0],
             self._counts,
             rows,
             *found,
@@ -443,74 +432,18 @@ class CellPlanner:
             batch.number,
         )
 
-    def _store_batch(self, graphs: GraphBatch, form: Form, batch: _Batch) -> list[np.ndarray]:
-        """Store the values of a batch's nodes. Returns, for each block, the index of each request's first node.
-
-        The nodes of a type lie one request after the other, and those of a request one block after the other.
-        """
-        begins: dict[int, np.ndarray] = {}
-        for type_, kind in enumerate(self._kinds):
-            mine = [block for block, own in enumerate(form.types) if own == type_]
-            if not mine:
-                batch.offsets.append(0)
-                continue
-            nodes = np.sum([graphs.blocks[number].counts for number in mine], axis=0)
-            ends = nodes.cumsum()
-            offset = batch.hold(kind.ranges, int(ends[-1]))
-            batch.offsets.append(offset)
-            begin = offset + ends - nodes
-            for number in mine:
-                block = graphs.blocks[number]
-                begins[number] = begin
-                for items, value in zip(kind.ranges.items, block.values, strict=False):
-                    if len(mine) == 1:
-                        items[offset : offset + len(value)] = value
-                    else:
-                        before = block.counts.cumsum() - block.counts
-                        items[np.arange(len(value)) + (begin - before).repeat(block.counts)] = value
-                begin = begin + block.counts
-        return [begins[number] for number in range(len(form.types))]
-
-    def _make_room(self, graphs: Sequence[CellGraph], batch: _Batch) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-        """Store the values of these graphs in ranges of `batch`.
-
-        Returns the chains that may stop, for `enter`, and for each graph the number of nodes of each type before it.
-        """
-        types, kinds = self.types, self._kinds
-        if len(kinds) == 1 and not any(graph.chains_stop for graph in graphs):
-            ends = list(accumulate([graph.nodes for graph in graphs]))
-            batch.offsets = [
-                self._store(kinds[0], ends[-1], [block.values for graph in graphs for block in graph.blocks], batch)
-            ]
-            return NO_CHAINS, [(end,) for end in [0, *ends[:-1]]]
-        nodes = [0] * len(kinds)
-        values: list[list[list[np.ndarray]]] = [[] for _ in kinds]
-        stops: list[tuple[int, int, int]] = []
-        starts = []
-        row = 0
+    def _stops_alone(self, graphs: Sequence[CellGraph]) -> np.ndarray:
+        """The chains of these graphs that may stop, as `enter` takes them."""
+        if not any(graph.chains_stop for graph in graphs):
+            return NO_CHAINS
+        stops, row = [], 0
         for graph in graphs:
-            starts.append(tuple(nodes))
             for block in graph.blocks:
-                number = types[block.cell]
-                nodes[number] += block.count
-                values[number].append(block.values)
                 if block.stop is not None:
                     stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
-                    kinds[number].stops = self._stops = True
+                    self._kinds[self.types[block.cell]].stops = self._stops = True
                 row += block.rows
-        batch.offsets = [
-            self._store(kind, total, given, batch) if total else 0
-            for kind, total, given in zip(kinds, nodes, values, strict=True)
-        ]
-        return np.array(stops, np.int64).reshape(-1, 3), starts
-
-    def _store(self, kind: _Kind, total: int, values: list[list[np.ndarray]], batch: _Batch) -> int:
-        """Hold a range for `total` nodes of a type, and store their blocks' values there. Returns its offset."""
-        offset = batch.hold(kind.ranges, total)
-        for position in range(len(kind.cell.values)):
-            items = kind.ranges.items[position][offset : offset + total]
-            np.concatenate([each[position] for each in values], out=items)
-        return offset
+        return np.array(stops, np.int64)
 
     # Algorithm 1.
 
@@ -538,7 +471,7 @@ class CellPlanner:
             self._sources,
             self._queues.rows,
             self._queues.bounds,
-            self._links.items[0],
+            self._memory.links.items[0],
             kind.number,
             kind.least,
             kind.most,
@@ -608,12 +541,10 @@ class CellPlanner:
     def _free(self, firsts: np.ndarray) -> None:
         """Free the rows and ranges of requests."""
         self._results.forget(firsts)
-        rows, batches = algorithm.free(self._table, firsts, self._left)
+        rows, batches = algorithm.free(self._table, firsts, self._memory.left)
         self._numbers.give(rows)
         for number in batches.tolist():
-            for ranges, offset, length in self._batches.pop(number).held:
-                ranges.give(offset, length)
-            self._free_batches.append(number)
+            self._memory.end(number)
 
 
 def _stops_of(graphs: GraphBatch, rows: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, list[np.ndarray | None]]:
@@ -661,7 +592,7 @@ class _Sent(NamedTuple):
 class _Kind:
     """A cell type, with the facts about its cell that the planner looks up often, and its values and results."""
 
-    def __init__(self, number: int, cell: Cell, sizes: tuple[int, ...], layout: Layout) -> None:
+    def __init__(self, number: int, cell: Cell, sizes: tuple[int, ...], layout: Layout, ranges: Ranges) -> None:
         self.number = number
         self.cell, self.sizes = cell, sizes
         self.most, self.least = sizes[-1], sizes[0]
@@ -670,9 +601,8 @@ class _Kind:
         carried = [(cell.states.index(name), *layout.within(cell, name)) for name in cell.carried]
         self.carried = np.array(carried, np.int64).reshape(-1, 3)
         """Position, arena's width and place of each State input that a chain takes from its previous step."""
-        held = [cell.inputs[name] for name in cell.values] + [cell.outputs[name] for name in cell.returned]
-        self.ranges = Ranges([(spec.shape, spec.dtype) for spec in held])
-        """Memory for each node's values and then its returned outputs."""
+        self.ranges = ranges
+        """Memory of each node's values and then its returned outputs."""
         self.position = {name: len(cell.values) + number for number, name in enumerate(cell.returned)}
         """The position of each returned output in `ranges`, after the values."""
         self.tasks = 0
@@ -681,25 +611,6 @@ class _Kind:
         """Number of tasks so far, by their number of nodes."""
         self.stops = False
         """Whether any chain of this type may end early."""
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Requests that were given rows together. Their ranges are free once all of them have ended."""
-
-    number: int
-    rows: np.ndarray
-    """The rows of the requests, one request after the other."""
-    held: list[tuple[Ranges, int, int]] = field(default_factory=list)
-    """Memory, offset and length of each range."""
-    offsets: list[int] = field(default_factory=list)
-    """For each type, the offset of its nodes' values and results."""
-
-    def hold(self, ranges: Ranges, length: int) -> int:
-        """Allocate a range. Returns its offset."""
-        offset = ranges.take(length)
-        self.held.append((ranges, offset, length))
-        return offset
 
 
 def prepare() -> None:

@@ -25,7 +25,8 @@ from holdfast.cli.flags import check_url, require_at_least_1
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect, server_client
 from holdfast.cli.terminal import CommandCompleter, Words, lines
 from holdfast.core.config import option
-from holdfast.engine.client.client import EngineClient, Usage
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.stream import Usage
 from holdfast.files.regular import read_bytes
 from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig

@@ -57,7 +57,8 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     layout = [f"--{name} {size}" for name, size in (("tp", engine.tp), ("pp", engine.pp)) if size > 1]
     executor = ["--executor padded"] if engine.executor == "padded" else []
     used = " ".join(["holdfast serve", *executor, *layout, "--tbt-target MS"])
-    console.print(Text(f"{used} uses it from now on", style="dim"))
+    reach = f"up to {profile.max_decodes:,} sequences and {profile.max_step_tokens:,} tokens a step"
+    console.print(Text(f"{used} uses it from now on, with {reach}", style="dim"), soft_wrap=True)
     return 0
 
 

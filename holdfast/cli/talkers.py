@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from holdfast.cli.flags import CommandError
-from holdfast.engine.client.client import Usage
+from holdfast.engine.client.stream import Usage
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.protocol import ApiError, parse

@@ -8,7 +8,8 @@ from math import inf
 
 from holdfast.cluster.replica import Replica
 from holdfast.core.contract import TERMS, ContractRefused, Refusal, Term
-from holdfast.engine.client.client import EngineClient, Stream
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.stream import Stream
 from holdfast.lm.types import SchedulerStats
 
 

@@ -45,10 +45,11 @@ from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
-from holdfast.engine.client.client import Adoption, Delta, EngineClient, Stream, continued, prepare
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import Pooling
+from holdfast.engine.client.stream import Adoption, Delta, Stream, continued, prepare
 from holdfast.engine.client.text import Text
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig

@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -24,14 +25,46 @@ from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.files.cache import cache_directory
 from holdfast.files.regular import open_regular
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.types import RowShape, precision_of
+from holdfast.lm.types import EngineShape, RowShape, precision_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 ProfileT = TypeVar("ProfileT", "CostProfile", "CellProfile")
 
-MEASURED = 4
+MEASURED = 5
 """Version of the measurement. A profile of an earlier version is not used."""
+
+CONTEXT_REACH = 2
+"""How many times the longest measured context a longer one may be. Attention's time is linear in the context, and the
+size of a cache may differ a little between two starts."""
+
+log = logging.getLogger("holdfast.engine")
+
+
+class Extent(NamedTuple):
+    """The largest steps of an engine, and so those up to which its profile is measured."""
+
+    decodes: int
+    """Most sequences that decode in a step."""
+    tokens: int
+    """Most tokens of a step."""
+    context: int
+    """Tokens of the longest sequence."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, shape: EngineShape) -> Extent:
+        """The extent of an allocated engine."""
+        tokens = min(shape.max_step_tokens, config.most_sequences * shape.max_model_len)
+        return cls(min(config.most_sequences, shape.num_blocks, tokens), tokens, shape.max_model_len)
+
+    def covers(self, other: Extent) -> bool:
+        """Whether a profile measured up to this extent prices all steps of an engine of the other extent.
+
+        Beyond the last number of decodes or tokens, a price would be a guess: one measured decode says nothing about
+        a batch of 256, and the time of a GPU rises only where a step fills it.
+        """
+        fits = self.decodes >= other.decodes and self.tokens >= other.tokens
+        return fits and CONTEXT_REACH * self.context >= other.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +80,10 @@ class CostProfile:
     cache_tokens: int
     """Number of positions in the KV cache."""
     max_model_len: int
+    max_decodes: int = 0
+    """Most sequences that decoded in a measured step; 0 if unknown."""
+    max_step_tokens: int = 0
+    """Most tokens of a measured step; 0 if unknown."""
     token_budget: int
     """The device's default for the largest number of tokens in a step."""
     tile: int
@@ -99,6 +136,11 @@ class CostProfile:
     def layout(self) -> Layout:
         """How its devices share the model."""
         return Layout(self.tp, self.pp)
+
+    @property
+    def extent(self) -> Extent:
+        """The largest steps that it was measured with. An unknown extent covers no engine."""
+        return Extent(self.max_decodes, self.max_step_tokens, self.max_model_len)
 
     @property
     def executor(self) -> ExecutorName:
@@ -221,37 +263,91 @@ def _load(path: Path, kind: type[ProfileT], command: str) -> ProfileT:
         raise ValueError(f"{path} is not a profile: {error}; measure again with `{command}`") from None
 
 
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold the lock of a profile's file while the profile is made.
+def keep(profile: CostProfile | CellProfile, path: Path, *, required: bool) -> None:
+    """Save a profile in the cache, for later starts.
 
-    Engines that start together would slow each other's measurements. So one measures, and the others find its result.
+    If that fails, as in a read-only file system, raises OSError with a way out if the file is `required`. Otherwise
+    logs a warning.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
-        yield
-    finally:
-        os.close(lock)
+        profile.save(path)
+    except OSError as error:
+        _refuse_or_warn(path, error, required)
 
 
-def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
-    """The file of the profile of the checkpoint in `directory`, for this precision and this device.
+def _refuse_or_warn(path: Path, error: OSError, required: bool) -> None:
+    reason = f"the profile cannot be stored in {path}: {error.strerror or error}"
+    if required:
+        raise OSError(f"{reason}; set XDG_CACHE_HOME to a directory that can be written") from None
+    log.warning("holdfast: %s; each start makes it again", reason)
 
-    Its name is readable and ends with a digest of config.json and the other arguments, which separates models of one
-    name.
+
+class StoredProfiles:
+    """The stored profiles of a checkpoint with one precision on one device: two files for each extent.
+
+    An engine uses one whose extent covers its own. So a profile that was measured with fewer sequences, or in smaller
+    steps, is kept for such engines, and a larger engine gets its own.
     """
-    state = [read_text(directory / "config.json", JSON_LIMIT), precision, device, MEASURED]
-    return _cached(f"{directory.name} {precision} {device}", state)
+
+    def __init__(self, checkpoint: Path, precision: str, device: str) -> None:
+        """`checkpoint` is the model's directory.
+
+        The folder's name is readable and ends with a digest of config.json and the other arguments, which separates
+        models of one name.
+        """
+        state = [read_text(checkpoint / "config.json", JSON_LIMIT), precision, device, MEASURED]
+        self.folder = _cached(f"{checkpoint.name} {precision} {device}", state)
+
+    def path(self, profile: CostProfile) -> Path:
+        """The file where this profile is stored. Estimates have their own, so none replaces a full measurement."""
+        extent, kind = profile.extent, "measured" if profile.measured else "estimated"
+        return self.folder / f"{kind}-{extent.decodes}-decodes-{extent.tokens}-tokens-{extent.context}-context.json"
+
+    def find(self, extent: Extent, *, in_full: bool = False) -> tuple[Path, CostProfile] | None:
+        """The best stored profile that covers the extent, and its file; None if there is none.
+
+        A profile that was measured in full comes before an estimate, and then the smallest. With `in_full`, estimates
+        do not count. A file that is not a profile is passed over with a warning.
+        """
+        found = []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                profile = CostProfile.load(path)
+            except (ValueError, OSError) as error:
+                log.warning("holdfast: a stored profile is not used: %s", error)
+                continue
+            if profile.extent.covers(extent) and (profile.measured or not in_full):
+                found.append((path, profile))
+        return min(found, key=lambda each: (not each[1].measured, each[1].extent), default=None)
+
+    @contextmanager
+    def held(self, *, required: bool) -> Iterator[None]:
+        """Hold the lock of these profiles while one is found or made.
+
+        Engines that start together would slow each other's measurements. So one measures, and the others find its
+        result. If there can be no lock, raises OSError if the profile is `required` to be stored, and otherwise holds
+        none: nothing can be stored.
+        """
+        with ExitStack() as held:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+                held.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
+            except OSError as error:
+                if required:
+                    _refuse_or_warn(self.folder, error, required)
+            yield
 
 
 def cached_cell_profile_path(app: str, device: str) -> Path:
     """The file of the profile on this device of the application that was asked for as `app`."""
-    return _cached(f"cells {app} {device}", ["cells", app, device])
+    path = _cached(f"cells {app} {device}", ["cells", app, device])
+    return path.with_name(f"{path.name}.json")
 
 
 def _cached(name: str, state: object) -> Path:
+    """A path for what belongs to `state`, whose digest ends its name."""
     digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
-    return cache_directory() / "profiles" / f"{name}-{digest}.json"
+    return cache_directory() / "profiles" / f"{name}-{digest}"

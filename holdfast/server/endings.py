@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.pause import Pause
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.stream import Delta
 from holdfast.server.formats.parts import CallBegin
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading

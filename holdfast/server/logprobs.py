@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from holdfast.core.types import TokenLogprobs
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.stream import Delta
 from holdfast.engine.client.text import Text
 
 LEAST = -9999.0

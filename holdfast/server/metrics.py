@@ -15,7 +15,7 @@ from holdfast.engine.messages import Steps
 from holdfast.lm.types import SchedulerStats
 
 if TYPE_CHECKING:
-    from holdfast.engine.client.client import Timings
+    from holdfast.engine.client.stream import Timings
 
 SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the directory in which API processes of one port keep their metrics. The client library

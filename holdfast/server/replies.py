@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from holdfast.core.types import FinishReason, TokenLogprobs
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.stream import Delta
 from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Input, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader

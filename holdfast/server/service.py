@@ -29,8 +29,9 @@ from holdfast.core.types import (
     TokenLogprobs,
     UserBatch,
 )
-from holdfast.engine.client.client import Adoption, Delta, EngineClient, Timings
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
+from holdfast.engine.client.stream import Adoption, Delta, Timings
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.bad_words import word_tokens
 from holdfast.server.config import ServerConfig

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from holdfast.engine.client.client import Timings
+    from holdfast.engine.client.stream import Timings
 
 Part = Literal["read", "text", "place", "queue", "prefill", "decode", "store", "search", "tools"]
 

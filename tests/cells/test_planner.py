@@ -208,10 +208,10 @@ def check_nothing_is_held(planner: CellPlanner) -> None:
     assert set(stats.ready) == set(stats.tasks) == {0}
     table, numbers = planner._table, planner._numbers
     assert sorted(numbers.take(numbers.free).tolist()) == list(range(1, planner._capacity))
-    assert [ranges.held for ranges in (kind.ranges for kind in planner._kinds)] == [0] * len(planner._kinds)
-    assert planner._links.held == 0
-    assert not planner._where and not planner._lots and not planner._batches and not planner._left.any()
-    assert sorted(planner._free_batches) == list(range(planner._capacity))
+    memory = planner._memory
+    assert [ranges.held for ranges in (*memory.ranges, memory.links)] == [0] * (len(planner._kinds) + 1)
+    assert not planner._where and not planner._lots and not memory._batches and not memory.left.any()
+    assert sorted(memory._free) == list(range(planner._capacity))
     assert not any(held[:].any() for held in (planner._results._ids, planner._results._own))
     assert not planner._retired and not any(planner._sent)
     assert not table["lost"].any() and (table["pinned"] == -1).all()

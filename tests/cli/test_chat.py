@@ -33,7 +33,7 @@ from holdfast.cli.talkers import (
     piece_of,
     piece_of_response,
 )
-from holdfast.engine.client.client import Usage
+from holdfast.engine.client.stream import Usage
 from holdfast.lm.config import EngineConfig
 
 

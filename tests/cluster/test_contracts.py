@@ -16,8 +16,8 @@ from holdfast.cluster.contracts import ContractCounts
 from holdfast.cluster.replicas import ReplicaLost
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused, Refusal
 from holdfast.core.types import FinishReason, SequenceOutput
-from holdfast.engine.client.client import Adoption, Delta, Stream
 from holdfast.engine.client.connection import EngineDead, QueueFull
+from holdfast.engine.client.stream import Adoption, Delta, Stream
 from holdfast.lm.types import SchedulerStats
 from tests.cluster.test_replicas import Scripted, Scripts, read, started, stats, until
 

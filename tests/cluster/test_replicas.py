@@ -23,10 +23,11 @@ from holdfast.cluster.replicas import ReplicaLost, Replicas, router_for
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
 from holdfast.engine.client.adapter_holds import AdapterHolds
-from holdfast.engine.client.client import AdapterError, Adoption, Delta, EngineClient, Stream
+from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE
+from holdfast.engine.client.stream import Adoption, Delta, Stream
 from holdfast.engine.client.text import TokenIds
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused

@@ -7,7 +7,9 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 
+from holdfast.lm.kernels.integer.library import step_library
 from tests.combinations.effects import EFFECTS, check_tokens
 from tests.combinations.place import Place
 from tests.combinations.table import FEATURES, served_pairs
@@ -44,9 +46,14 @@ IN_TRIPLES = {frozenset(pair) for features in always() for pair in combinations(
 
 
 def long_if_in_triples(pair: tuple[str, str]) -> Any:
-    """The parameter of a pair. With an engine of its own it takes long, so it runs always only if no other shows it."""
+    """The parameter of a pair. With an engine of its own it takes long, so it runs always only if no other shows it.
+
+    Ranks of a deterministic engine take the library in C, and load it themselves.
+    """
     shown = {*pair} in IN_TRIPLES and not LAYOUTS & {*pair}
-    return pytest.param(pair, id="+".join(pair), marks=[pytest.mark.long] if shown else [])
+    lacking = {*pair} == {"tp", "deterministic"} and step_library(torch.device("cpu")) is None
+    marks = [pytest.mark.long] * shown + [pytest.mark.skip(reason="the library in C is not there")] * lacking
+    return pytest.param(pair, id="+".join(pair), marks=marks)
 
 
 @pytest.fixture(scope="module")

@@ -39,14 +39,23 @@ class Telling(Work):
 
 
 @pytest.fixture(scope="module")
-def by_library(place: Place) -> Iterator[Place]:
-    """The place, where plain decoders are computed by the library in C."""
-    library = own_library() or integer_library()
-    if not library.level:
+def by_library(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A place where plain decoders are computed by the library in C.
+
+    If the install lacks it, it is a place of these tests alone. Engines that other tests keep in theirs compute by
+    PyTorch, which gives other bits.
+    """
+    if own_library() is not None:
+        found, own = own_library(), None
+    else:
+        found, own = integer_library(), Place(tmp_path_factory.mktemp("by-library"))
+    if not found.level:
         pytest.skip("needs a CPU with AVX2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.lm.kernels.integer.library.library", lambda: library)
-        yield place
+        patch.setattr("holdfast.lm.kernels.integer.library.library", lambda: found)
+        yield own or place
+        if own is not None:
+            own.close()
 
 
 def test_drawn_tokens_of_an_engine_that_does_everything_are_those_of_one_that_does_nothing_else(

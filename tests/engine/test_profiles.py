@@ -11,9 +11,10 @@ from holdfast.engine.profiles import (
     CellProfile,
     CellType,
     CostProfile,
+    Extent,
+    StoredProfiles,
     cached_cell_profile_path,
-    cached_profile_path,
-    held,
+    keep,
 )  # fmt: skip
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import precision_of
@@ -27,28 +28,108 @@ def test_a_profile_survives_saving_and_loading(tmp_path):
     assert [child.name for child in path.parent.iterdir()] == ["profile.json"]
 
 
-def test_engines_that_start_together_measure_once(tmp_path):
-    path, measured = tmp_path / "profiles" / "tiny.json", []
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A checkpoint's directory, and no stored profile."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "llama-3.1").mkdir()
+    (tmp_path / "llama-3.1" / "config.json").write_text("{}")
+    return tmp_path / "llama-3.1"
+
+
+def reaching(decodes, tokens=512, context=2048, *, measured=False):
+    """A profile of this extent."""
+    sizes = {"max_decodes": decodes, "max_step_tokens": tokens, "max_model_len": context}
+    return replace(PROFILE, measured=measured, **sizes)
+
+
+def save(stored, *profiles):
+    for profile in profiles:
+        profile.save(stored.path(profile))
+
+
+def found(stored, *extent, **how):
+    """The profile found for an engine of this extent; None if there is none."""
+    kept = stored.find(Extent(*extent), **how)
+    assert kept is None or kept[0] == stored.path(kept[1])
+    return None if kept is None else kept[1]
+
+
+def test_a_stored_profile_serves_an_engine_of_its_extent_and_smaller_ones_only(model):
+    stored, profile = StoredProfiles(model, "float32", "CPU"), reaching(8)
+    assert found(stored, 8, 512, 2048) is None
+    save(stored, profile)
+    assert found(stored, 8, 512, 2048) == found(stored, 1, 16, 64) == profile
+    assert found(stored, 9, 512, 2048) is found(stored, 8, 513, 2048) is None
+    assert found(stored, 8, 512, 4096) == profile, "attention is priced up to twice the context"
+    assert found(stored, 8, 512, 4097) is None
+
+
+def test_the_smallest_covering_profile_is_used_and_one_measured_in_full_before_estimates(model):
+    stored, small, large = StoredProfiles(model, "float32", "CPU"), reaching(8), reaching(64)
+    save(stored, large, small)
+    assert found(stored, 8, 512, 2048) == small and found(stored, 9, 512, 2048) == large
+    assert found(stored, 8, 512, 2048, in_full=True) is None
+    measured = reaching(256, measured=True)
+    save(stored, measured)
+    assert found(stored, 8, 512, 2048) == found(stored, 8, 512, 2048, in_full=True) == measured
+    save(stored, reaching(256))
+    assert found(stored, 256, 512, 2048) == measured, "an estimate does not replace it"
+
+
+def test_a_profile_of_an_unknown_extent_covers_no_engine(model):
+    stored = StoredProfiles(model, "float32", "CPU")
+    save(stored, PROFILE)
+    assert found(stored, 1, 1, 64) is None
+
+
+def test_a_file_that_is_no_profile_is_passed_over_with_a_warning_that_names_it(model, caplog):
+    stored = StoredProfiles(model, "float32", "CPU")
+    save(stored, reaching(8), reaching(64))
+    stored.path(reaching(8)).write_text("{}")
+    (stored.folder / "a.json").mkdir()
+    assert found(stored, 8, 512, 2048) == reaching(64)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2 and "a.json" in warned[0] and str(stored.path(reaching(8))) in warned[1]
+
+
+def test_engines_that_start_together_measure_once(model):
+    stored, measured = StoredProfiles(model, "float32", "CPU"), []
     begun, go_on = threading.Event(), threading.Event()
 
     def start(number):
-        with held(path):
-            if not path.is_file():
+        with stored.held(required=True):
+            if found(stored, 8, 512, 2048) is None:
                 begun.set()
                 assert go_on.wait(60)
                 measured.append(number)
-                PROFILE.save(path)
+                save(stored, reaching(8))
 
     engines = [threading.Thread(target=start, args=(number,)) for number in range(3)]
     for engine in engines:
         engine.start()
     assert begun.wait(60)
-    assert not path.is_file()
+    assert found(stored, 8, 512, 2048) is None
     go_on.set()
     for engine in engines:
         engine.join()
     assert len(measured) == 1
-    assert CostProfile.load(path) == PROFILE
+    assert found(stored, 8, 512, 2048) == reaching(8)
+
+
+def test_a_profile_that_cannot_be_stored_is_refused_only_if_it_was_asked_for(model, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file in place of the directory")
+    stored = StoredProfiles(model, "float32", "CPU")
+    path = stored.path(PROFILE)
+    with stored.held(required=False):
+        assert found(stored, 8, 512, 2048) is None
+        keep(PROFILE, path, required=False)
+    (warning,) = caplog.messages
+    assert f"cannot be stored in {path}: " in warning and "each start makes it again" in warning
+    with pytest.raises(OSError, match=r"llama.*: .*; set XDG_CACHE_HOME"), stored.held(required=True):
+        raise AssertionError("nothing is measured that cannot be stored")
+    with pytest.raises(OSError, match=r"llama.*: .*; set XDG_CACHE_HOME"):
+        keep(PROFILE, path, required=True)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +158,7 @@ def test_a_damaged_profile_is_refused_with_its_file_and_the_way_out(tmp_path, da
         CostProfile.load(path)
 
 
-def test_each_model_precision_and_device_has_its_own_profile_path(tmp_path, monkeypatch):
+def test_each_model_precision_and_device_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     models = []
     for number in range(2):
@@ -86,7 +167,7 @@ def test_each_model_precision_and_device_has_its_own_profile_path(tmp_path, monk
         (directory / "config.json").write_text(json.dumps({"number": number}))
         models.append(directory)
     places = {
-        cached_profile_path(model, precision_of(dtype, quantization, cache), device)
+        StoredProfiles(model, precision_of(dtype, quantization, cache), device).folder
         for model in models
         for dtype in ("float32", "bfloat16")
         for quantization in ("none", "fp8")

@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client.client import EngineClient, prepare
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.stream import prepare
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused

@@ -23,8 +23,8 @@ from tokenizers_made import byte_level
 
 from holdfast.core.types import ALONE
 from holdfast.core.version import __version__
-from holdfast.engine.client.client import Delta
 from holdfast.engine.client.connection import QueueFull
+from holdfast.engine.client.stream import Delta
 from holdfast.engine.client.text import Text
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused

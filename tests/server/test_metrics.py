@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.cluster.fleet import GAUGES
-from holdfast.engine.client.client import Timings
+from holdfast.engine.client.stream import Timings
 from holdfast.engine.messages import Steps
 from holdfast.engine.spawn import child_environment
 from holdfast.lm.types import SchedulerStats

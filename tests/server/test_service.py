@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.stream import Delta
 from holdfast.server.service import side_by_side
 
 

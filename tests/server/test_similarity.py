@@ -13,8 +13,8 @@ import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 
 from holdfast.core.types import TokenLogprobs
-from holdfast.engine.client.client import Delta
 from holdfast.engine.client.pooling import Pooling
+from holdfast.engine.client.stream import Delta
 from holdfast.server.reranking import sigmoid
 
 Http = Callable[..., httpx.AsyncClient]

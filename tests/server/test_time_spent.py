@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy
 from fake_engine import FakeClient
 
-from holdfast.engine.client.client import Timings
+from holdfast.engine.client.stream import Timings
 from holdfast.engine.logs import JsonFormatter
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY

@@ -20,7 +20,8 @@ from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
-from holdfast.engine.client.client import Delta, EngineClient, Timings
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.stream import Delta, Timings
 from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 from holdfast.engine.messages import EngineInfo

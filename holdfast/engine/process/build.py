@@ -43,7 +43,7 @@ from holdfast.engine.process.parts.states import StateBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
-from holdfast.engine.profiles import CostProfile, cached_profile_path, held
+from holdfast.engine.profiles import CostProfile, Extent, StoredProfiles, keep
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import (
@@ -231,17 +231,18 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
     builders = [part(site) for part in wanted]
     memory, shape = allocate(site, builders)
     pace = pace_of(config, site.device.kind, memory.device, shape.executor)
-    path = cached_profile_path(site.checkpoint.directory, site.device.precision, pace)
-    profiles = find_profiles(site, shape, path, builders)
-    cost = next((profile.cost for profile in profiles), None)
+    stored = StoredProfiles(site.checkpoint.directory, site.device.precision, pace)
+    profiles = find_profiles(site, shape, stored, builders)
+    cost = next((profile.cost for _, profile in profiles), None)
     planning = make_planning(config, shape, cost, stages=config.pp, now=clock())
     served = Served(schedule(planning, builders), shape)
     for builder in builders:
         served.handlers.extend(builder.handlers(served))
     served.handlers.append(refusing(parts, served.handlers))
-    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy, path))
+    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy))
     note = describe_budget(config, shape, cost)
-    info = describe(site, memory, shape, builders, str(path) if profiles else "", note)
+    profile_path = next((str(path) for path, _ in profiles if path.is_file()), "")
+    info = describe(site, memory, shape, builders, profile_path, note)
     return Engine(loop, info, tuple(served.handlers), site.ranks)
 
 
@@ -459,7 +460,13 @@ def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName =
     return ", ".join(changes)
 
 
-def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence[PartBuilder]) -> list[CostProfile]:
+Priced = tuple[Path, CostProfile]
+"""A cost profile, and the file where it is stored."""
+
+
+def find_profiles(
+    site: Site, shape: EngineShape, stored: StoredProfiles, builders: Sequence[PartBuilder]
+) -> list[Priced]:
     """The profile of an allocated device, if the order asks for it or something of the engine needs it.
 
     A latency target needs it, and so does a host tier that keeps the chunks that are dearest to compute again.
@@ -467,35 +474,35 @@ def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence
     config, order = site.config, site.order
     ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and EVICTIONS[config.eviction].by_cost
     needed = config.has_target or ranks_chunks or any(b.is_priced(shape) for b in builders)
-    return [find_profile(site, shape, path)] if order.measure or order.priced or needed else []
+    return [find_profile(site, shape, stored)] if order.measure or order.priced or needed else []
 
 
-def find_profile(site: Site, shape: EngineShape, path: Path) -> CostProfile:
-    """The stored profile if there is one, else an estimate, which is stored.
+def find_profile(site: Site, shape: EngineShape, stored: StoredProfiles) -> Priced:
+    """The stored profile that covers the engine's steps if there is one, else an estimate, which is stored.
 
-    It is measured in full if the order asks for it, or if a fixed token budget is computed from it. Raises ValueError
-    for a file that is not a profile.
+    It is measured in full if the order asks for it, or if a fixed token budget is computed from it. Raises OSError if
+    the order asks for a measurement that cannot be stored.
     """
     device, order = site.device, site.order
     in_full = order.measure or site.config.token_budget == "auto"
-    with held(path):
-        if path.is_file() and not order.measure:
-            stored = CostProfile.load(path)
-            if stored.measured or not in_full:
-                return stored
+    with stored.held(required=order.measure):
+        found = None if order.measure else stored.find(Extent.of(site.config, shape), in_full=in_full)
+        if found:
+            return found
         order.on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
         with order.stages.stage("profile"):
             if isinstance(device, PagedDevice | ManyDevice):
                 profile = make_profile(site.config, device, shape, in_full=in_full)
             else:
                 profile = make_padded_profile(site.config, cast("PaddedDevice", device), shape, in_full=in_full)
-        profile.save(path)
-    return profile
+        path = stored.path(profile)
+        keep(profile, path, required=order.measure)
+    return path, profile
 
 
-def keep_corrected(profiles: Iterable[CostProfile], policy: Policy, path: Path) -> None:
+def keep_corrected(profiles: Iterable[Priced], policy: Policy) -> None:
     """Store an estimated profile as measured steps have corrected it, for the next start."""
-    for profile in profiles:
+    for path, profile in profiles:
         if not profile.measured and isinstance(policy, LatencyTarget):
             try:
                 replace(profile, cost=policy.corrected).save(path)
@@ -512,13 +519,16 @@ def make_profile(
         cost = as_in_service(cost, config, shape, device.executor)
     spec = device.model.spec
     times = device.time_links()._asdict() if in_full and isinstance(device, ManyDevice) else {}
+    extent = Extent.of(config, shape)
     return CostProfile(
         cost=cost,
         dtype=str(spec.dtype).removeprefix("torch."),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         cache_tokens=shape.num_blocks * config.block_size,
-        max_model_len=shape.max_model_len,
+        max_model_len=extent.context,
+        max_decodes=extent.decodes,
+        max_step_tokens=extent.tokens,
         token_budget=DEFAULT_TOKEN_BUDGET[device.kind],
         tile=shape.tile,
         token_bytes=device.block_bytes // config.block_size,
@@ -542,11 +552,14 @@ def make_padded_profile(
         alone = replace(config, prefix_sharing=False, host_cache_gb=0.0, disk_cache_dir=None, disk_cache_gb=20.0)
         cost = as_in_service(cost, alone, replace(shape, lower=None), executor)
         executor.clear()
+    extent = Extent.of(config, shape)
     return CostProfile(
         cost=cost,
         dtype=device.precision,
         cache_tokens=shape.num_blocks,
-        max_model_len=shape.max_model_len,
+        max_model_len=extent.context,
+        max_decodes=extent.decodes,
+        max_step_tokens=extent.tokens,
         token_budget=DEFAULT_TOKEN_BUDGET[device.kind],
         tile=shape.tile,
         token_bytes=device.row_bytes.position,

@@ -91,7 +91,12 @@ class ManyDevice(LanguageDevice):
 
     @property
     def precision(self) -> str:
-        return self._own.precision
+        """The types of weights, activations and cache, in words.
+
+        It also names what computes other stages, if that differs from the first: their state has other bits.
+        """
+        others = sorted({each.arithmetic for each in self._loaded} - {self._own.model.spec.arithmetic})
+        return ", and on other ranks ".join([self._own.precision, *others])
 
     @property
     def captures(self) -> bool:
@@ -198,7 +203,8 @@ class ManyDevice(LanguageDevice):
         own = self._measured.with_blocks(*counts)
         shape, _ = self._ranks.together(Allocate(*counts), partial(self._own.allocate, own))
         self._ranks.begin_steps()
-        return replace(shape, states=shape.states and replace(shape.states, slot_bytes=self.state_bytes))
+        states = shape.states and replace(shape.states, slot_bytes=self.state_bytes)
+        return replace(shape, precision=self.precision, states=states)
 
     def time_links(self) -> LinkTimes:
         """Time the messages between ranks, while no step runs."""

@@ -119,6 +119,8 @@ class Loaded(Message, tag="loaded"):
     """A digest of this part, where there are tiers below the host tier."""
     state_bytes: int = 0
     """Bytes of a sequence's recurrent states on this rank."""
+    arithmetic: str = ""
+    """Name of the kernels that compute this part: `ModelSpec.arithmetic`."""
 
 
 class Measured(Message, tag="measured"):

@@ -77,7 +77,8 @@ class Rank:
         device = make_rank(start.config, self._seat.rank, start.meeting, host=self._seat.host).device
         self._grammars = [part.compiler for part in device.parts if isinstance(part, GrammarDevice)]
         weights = weights_of(device) if start.config.lower_tiers else ""
-        self._answer(messages.Loaded(device.block_bytes, weights, device.model.spec.state_bytes))
+        spec = device.model.spec
+        self._answer(messages.Loaded(device.block_bytes, weights, spec.state_bytes, spec.arithmetic))
         self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
 
     def fail(self, error: BaseException) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch.nn import functional
@@ -117,6 +118,7 @@ class Decoder:
         """The steps that one call computes; None if no step of this decoder is computed so."""
         self._one_by_one = invariant and device.type == "cpu" and self.whole_steps is None
         """Whether tokens are computed one after the other, as nothing else gives them the same bits in any step."""
+        changes = self._settled() if invariant else ""
         weight_bytes = reader.nbytes
         if device.type == "cpu" and not invariant:
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
@@ -141,7 +143,7 @@ class Decoder:
             recurrent_layers=sum(own.recurrent),
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
-            arithmetic=arithmetic_of(device, ranks=ranks, one_by_one=self._one_by_one) if invariant else "",
+            arithmetic=arithmetic_of(device, changes, ranks=ranks, one_by_one=self._one_by_one) if invariant else "",
             reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
             shapes=tuple(
                 KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
@@ -220,6 +222,13 @@ class Decoder:
         """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""
         ops, local = self._ops_of(own, own.rope), own.other_rope
         return ops, ops if local is None else self._ops_of(own, local)
+
+    def _settled(self) -> str:
+        """`LayerOps.settle` for all weights that it multiplies."""
+        ends = [each for each in (self.project_in, self.project_out, self.lm_head) if each is not None]
+        weights = [*chain.from_iterable(layer.multiplied for layer in self.layers), *ends]
+        (changes,) = {ops.settle(weights) for ops in (self._ops, self._local_ops)}
+        return changes
 
     def _ops_of(self, own: DecoderSpec, rope: Rope) -> LayerOps:
         """The operations of layers with this rotation. `own` is the spec of this device's part."""

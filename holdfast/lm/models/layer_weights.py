@@ -58,6 +58,13 @@ class LayerWeights:
     latent: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of latent attention between the two projections (`LatentWeights.tensors`)."""
 
+    @property
+    def multiplied(self) -> tuple[Weight, ...]:
+        """The weights of the products that `LayerOps` computes, without the experts' own."""
+        router = None if self.experts is None else self.experts.router
+        found = (self.qkv, self.mixer_tail, self.o, self.gate_up, self.down, self.shared_gate, router)
+        return tuple(each for each in found if each is not None)
+
     def rows(self, field: str, columns: slice) -> torch.Tensor:
         """The rows of a linear field that give these outputs, as plain numbers."""
         weight: Weight = getattr(self, field)

@@ -104,12 +104,13 @@ def _packed(weight: Weight) -> Weight:
     return PackedWeight(Form.INT4, data, scale, group, low=low)
 
 
-def arithmetic_of(device: torch.device, *, ranks: int, one_by_one: bool) -> str:
+def arithmetic_of(device: torch.device, changes: str = "", *, ranks: int, one_by_one: bool) -> str:
     """Names of the instructions and kernels by which devices compute. Where they are equal, so are the bits.
 
-    `one_by_one`: a CPU computes one token after the other, by PyTorch. `ranks` are those of `check_same_bits`.
+    `changes` are those of `LayerOps.settle`, `ranks` those of `check_same_bits`. `one_by_one`: a CPU computes one token
+    after the other, by PyTorch.
     """
-    return _name_of(device, one_by_one=one_by_one) + f", for {ranks} ranks" * (ranks > 1)
+    return _name_of(device, one_by_one=one_by_one) + changes + f", for {ranks} ranks" * (ranks > 1)
 
 
 def _name_of(device: torch.device, *, one_by_one: bool) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from holdfast.engine.client.client import Adoption
+from holdfast.engine.client.stream import Adoption
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
 from holdfast.server.conversations.memory import TurnMemory

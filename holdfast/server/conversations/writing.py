@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace as replace_struct
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.client.client import Adoption, Delta, Stream, continued
+from holdfast.engine.client.stream import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.compaction import summarize, worth_compacting
 from holdfast.server.conversations.items import (

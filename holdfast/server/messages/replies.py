@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.stream import Delta
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError

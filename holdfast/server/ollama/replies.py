@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine.client.client import Delta, Timings
+from holdfast.engine.client.stream import Delta, Timings
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
 from holdfast.server.logprobs import records, tokens_with_logprobs
 from holdfast.server.protocol import ApiError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.types import FinishReason, TokenLogprobs
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.stream import Delta
 from holdfast.server.tinker.protos import FLOAT32, LENGTH, STOP, messages
 from holdfast.server.tinker.sample_requests import PromptTargets
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
-from holdfast.engine.client.client import Adoption, Stream, continued
+from holdfast.engine.client.stream import Adoption, Stream, continued
 from holdfast.engine.client.text import Text
 from tests.tokenizers_made import byte_level
 

@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
-from holdfast.engine.client.client import Delta, Stream, Timings
 from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.stream import Delta, Stream, Timings
 from holdfast.engine.client.text import TextStream
 
 

@@ -197,10 +197,10 @@ def test_orca_steps_hold_the_longest_prompt_of_every_row_unless_a_budget_is_give
     assert most_tokens(token_budget=16, max_sequences=16) == 64 + 16
 
 
-def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
+def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small, caplog):
     def start(**options):
         stages = []
-        _, info = build(small(max_model_len=64), on_progress=stages.append, **options)
+        _, info = build(small(token_budget=None, max_model_len=64), on_progress=stages.append, **options)
         return info.profile_path, "measuring the device's pace" in stages
 
     assert start() == ("", False), "without a target nobody needs one"
@@ -220,8 +220,31 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
     loop.close()
     assert CostProfile.load(Path(path)) == profile, "what was measured in full stays as it is"
     Path(path).write_text("{}")
-    with pytest.raises(ValueError, match="is not a profile"):
-        build(small(token_budget=None, tbt_target=50, max_model_len=64))
+    loop, info = build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)
+    loop.close()
+    assert "estimating the device's pace" in stages and info.profile_path != path
+    assert f"{path} is not a profile" in caplog.text
+
+
+def test_an_engine_with_more_sequences_than_the_stored_profile_measured_gets_its_own(small):
+    """A profile of one sequence says that a batch of 16 decodes as fast as one."""
+    stages = []
+
+    def start(most):
+        stages.clear()
+        options = {"tbt_target": 50, "max_model_len": 64, "max_sequences": most, "token_budget": None}
+        loop, info = build(small(**options), on_progress=stages.append)
+        loop.close()
+        return info.profile_path, any("pace" in stage for stage in stages)
+
+    few, estimated = start(1)
+    assert estimated and CostProfile.load(Path(few)).cost.decode_rows == (1,)
+    many, estimated = start(16)
+    assert estimated and many != few
+    profile = CostProfile.load(Path(many))
+    assert profile.cost.decode_rows[-1] == 16 and profile.extent == (16, 512, 64)
+    assert start(5) == (many, False), "the larger one prices its steps, too"
+    assert start(1) == (few, False)
 
 
 def test_a_start_with_a_target_estimates_the_pace_and_leaves_what_it_learned_to_the_next(small):

@@ -312,6 +312,18 @@ def test_the_digest_of_the_weights_is_of_all_ranks(monkeypatch):
     assert len(found) == 3
 
 
+def test_the_precision_names_what_computes_other_ranks_if_it_is_not_what_computes_the_first():
+    """State of an engine with a stage that adds up in another order is not that of one without."""
+    model = SimpleNamespace(spec=SimpleNamespace(state_bytes=0, arithmetic="H200"))
+    own = SimpleNamespace(block_bytes=1, max_step_tokens=1, model=model, precision="bfloat16, deterministic (H200)")
+
+    def named(*others):
+        return ManyDevice(own, None, [Loaded(1, arithmetic=each) for each in others]).precision
+
+    assert named("H200", "H200") == "bfloat16, deterministic (H200)"
+    assert named("H200", "H200, one tile") == "bfloat16, deterministic (H200), and on other ranks H200, one tile"
+
+
 def test_ranks_share_the_threads():
     assert [threads_of(EngineConfig(threads=threads, tp=2, pp=2)) for threads in (1, 8, 11)] == [1, 2, 2]
 

@@ -97,6 +97,8 @@ def test_the_arithmetic_of_a_gpu_names_it_and_the_kernels_and_the_order_of_their
     monkeypatch.setattr(module, "version", {"triton": "3.6.0"}.__getitem__)
     monkeypatch.setattr(module, "GPU_ORDER", 7)
     assert arithmetic_of(CUDA, ranks=1, one_by_one=False) == "NVIDIA H200 by Triton 3.6.0, order 7"
+    named = arithmetic_of(CUDA, ", one tile", ranks=1, one_by_one=False)
+    assert named == "NVIDIA H200 by Triton 3.6.0, order 7, one tile"
     assert arithmetic_of(CUDA, ranks=4, one_by_one=False) == "NVIDIA H200 by Triton 3.6.0, order 7, for 4 ranks"
 
 

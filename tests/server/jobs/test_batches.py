@@ -20,8 +20,8 @@ from fake_engine import FakeClient, engine_info
 from looked_after import looked_after
 
 from holdfast.core.types import BATCH_CLASS, FinishReason, UserBatch
-from holdfast.engine.client.client import Delta, Usage
 from holdfast.engine.client.connection import QueueFull
+from holdfast.engine.client.stream import Delta, Usage
 from holdfast.lm.config import EngineConfig
 from holdfast.server.jobs import batch_runner, feed, lines
 from holdfast.server.jobs.batch_runner import Turns

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from fake_engine import FakeClient, FakeText
 
-from holdfast.engine.client.client import Delta
 from holdfast.engine.client.pooling import Pooling
+from holdfast.engine.client.stream import Delta
 
 Http = Callable[..., httpx.AsyncClient]
 CHAT, GENERATE = "/api/chat", "/api/generate"

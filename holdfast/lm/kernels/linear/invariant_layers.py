@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.linear.equal_sums import adds_alike
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.experts.launches import fixed_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.invariant_product import (
     Multiplied,
     gated_product,
+    gpu_of,
     order_on_ranks,
     partial_products,
     product,
@@ -44,22 +47,28 @@ class InvariantLayerOps(FusedLayerOps):
             raise ValueError(f"{size} devices share the layers, and sums are cut for {ranks} ranks; give a multiple")
         self._slices = ranks // size if ranks > 1 else 0
         """Number of this device's slices of the inputs of a projection that adds to the stream; 0: there are none."""
-        device = shape.inverse_frequencies.device
-        on_gpu = device.type == "cuda"  # else the interpreter, in tests
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+        self._gpu = gpu_of(shape.inverse_frequencies.device)
+
+    def settle(self, weights: Iterable[Weight]) -> str:
+        alike = self._gpu.alike and adds_alike(weights, self.shape.dtype, self._gpu, self._slices)
+        if self.group is not None:  # all devices take the same kernels, also if they are of different kinds
+            own = torch.tensor([alike], dtype=torch.int64, device=self.shape.inverse_frequencies.device)
+            alike = bool(self.group.gather(own).min())
+        self._gpu = replace(self._gpu, alike=alike)
+        return "" if alike else ", one tile"
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(weight, StackedWeight):
             read = self.computed(x)
             return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
         read, own = self.computed(x), _multiplied(weight)
-        order = order_on_ranks(own, read.dtype) if self._slices else None
-        return product(read, own, bias, processors=self._processors, order=order)
+        order = order_on_ranks(own, read.dtype, self._gpu) if self._slices else None
+        return product(read, own, bias, gpu=self._gpu, order=order)
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         if self.shape.activation == "silu" and self.shape.gated and not isinstance(weight, StackedWeight):
             read = self.computed(x)
-            found = gated_product(read, _multiplied(weight), bias)
+            found = gated_product(read, _multiplied(weight), bias, gpu=self._gpu)
             return self.gate(self.linear(read, weight, bias)) if found is None else found
         return self.gate(self.linear(x, weight, bias))
 
@@ -81,7 +90,7 @@ class InvariantLayerOps(FusedLayerOps):
             return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         if isinstance(weight, StackedWeight):
             return self._normed(stream, self.linear(x, weight)[None], bias, norm)
-        return self._normed(stream, partial_products(x, _multiplied(weight), processors=self._processors), bias, norm)
+        return self._normed(stream, partial_products(x, _multiplied(weight), gpu=self._gpu), bias, norm)
 
     def _add_slices(
         self,
@@ -96,7 +105,7 @@ class InvariantLayerOps(FusedLayerOps):
         """`add_linear_norm` with sums that are cut for several ranks. Raises TypeError for adapters, which are not."""
         if change is not None or self.shape.layer_norm:
             raise TypeError("adapters and layer norms have no sums whose bits are the same on any number of ranks")
-        slices = slice_products(x, _multiplied(weight), self._slices, processors=self._processors)
+        slices = slice_products(x, _multiplied(weight), self._slices, gpu=self._gpu)
         added = sum_over_devices(slices, self.group)
         if out_norm is None and len(norm):
             return self._normed(stream, added[None], bias, norm)
@@ -117,7 +126,7 @@ class InvariantLayerOps(FusedLayerOps):
 
     def _experts(self, x: torch.Tensor, experts: Experts) -> torch.Tensor:
         """The outputs of each token's experts times their shares, [per_token, T, hidden]."""
-        return fixed_experts(x, experts, partial_products(x, experts.router, processors=self._processors))
+        return fixed_experts(x, experts, partial_products(x, experts.router, gpu=self._gpu))
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self.linear(x, weight, bias)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import gcd
 
 import torch
@@ -33,7 +32,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
 from holdfast.lm.kernels.packed import PackedWeight
 
 BLOCK_M, BLOCK_N = 64, 128
-"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order (`adds_alike`)."""
+"""Tokens and outputs of a tile. A tensor core may add up a tile of another height in another order (`Gpu.alike`)."""
 PROGRAMS = 264
 """Programs into which a product with few tokens is cut: two for each processor of an H100. The number decides the order
 of sums, so it is the same on all devices."""
@@ -71,6 +70,19 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """The facts of a device that decide how products are launched on it."""
+
+    processors: int
+    """Number of processors that a launch is to fill. It does not change the bits."""
+    alike: bool
+    """Whether all tiles, and `skinny_gemm`, add up numbers of 16 bits alike, so that each product takes the fastest.
+
+    Otherwise all products have one tile, and sums of another order.
+    """
+
+
+@dataclass(frozen=True)
 class SumOrder:
     """How a sum over the inputs of a weight is cut into parts. Each part is added up, then the parts in their order."""
 
@@ -81,13 +93,25 @@ class SumOrder:
     parts: int
 
 
-def order_of(weight: Multiplied, dtype: torch.dtype, *, added: bool = False) -> SumOrder:
-    """The order for a weight [N, K], read by activations of this type. It depends on nothing else.
+def gpu_of(device: torch.device) -> Gpu:
+    """How products are launched on a device, before its tiles are compared (`equal_sums`).
+
+    Tiles were seen to add up alike on an H200 (benchmarks/kernels/invariant_gpu.py). On other kinds of GPUs, and in
+    the interpreter, all products have one tile.
+    """
+    if device.type != "cuda":
+        return Gpu(4, alike=False)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(processors, alike=torch.cuda.get_device_capability(device) == (9, 0))
+
+
+def order_of(weight: Multiplied, dtype: torch.dtype, gpu: Gpu, *, added: bool = False) -> SumOrder:
+    """The order for a weight [N, K], read by activations of this type, on GPUs that are `alike` or not.
 
     `added`: who reads the parts of a sum adds them up at no extra cost, so plain weights are cut as for few tokens.
     """
     outputs, inputs = weight.shape
-    if not is_plain(weight, dtype):
+    if not is_plain(weight, dtype, gpu):
         return _order_of_packed(outputs, inputs, dtype)
     parts = 1
     if added:
@@ -106,22 +130,12 @@ def _order_of_packed(outputs: int, inputs: int, dtype: torch.dtype) -> SumOrder:
     return SumOrder(step, size, triton.cdiv(inputs, size))
 
 
-def is_plain(weight: Multiplied, dtype: torch.dtype) -> bool:
+def is_plain(weight: Multiplied, dtype: torch.dtype, gpu: Gpu) -> bool:
     """Whether a weight and its input are plain numbers of 16 bits, on a device that adds up all tiles alike."""
-    return isinstance(weight, torch.Tensor) and dtype.itemsize == 2 and adds_alike(weight.device)
+    return isinstance(weight, torch.Tensor) and dtype.itemsize == 2 and gpu.alike
 
 
-@cache
-def adds_alike(device: torch.device) -> bool:
-    """Whether a sum over 16-bit numbers has the same bits in any tile, and with x and weight in each other's place.
-
-    It was measured on an H200, for bfloat16 and the weights of Llamas (benchmarks/kernels/invariant_gpu.py). On other
-    kinds of GPUs, all products have one tile.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def order_on_ranks(weight: Multiplied, dtype: torch.dtype, slices: int = 0) -> SumOrder:
+def order_on_ranks(weight: Multiplied, dtype: torch.dtype, gpu: Gpu, slices: int = 0) -> SumOrder:
     """The order for a device's part [N, K] of a weight, which is the same for any number of devices.
 
     `slices` is the number of slices in the part, of those into which the inputs of the whole weight are cut. 0: the
@@ -131,7 +145,7 @@ def order_on_ranks(weight: Multiplied, dtype: torch.dtype, slices: int = 0) -> S
     """
     inputs = weight.shape[1]
     if not slices:
-        return order_of(weight, dtype) if is_plain(weight, dtype) else _order_of_packed(1, inputs, dtype)
+        return order_of(weight, dtype, gpu) if is_plain(weight, dtype, gpu) else _order_of_packed(1, inputs, dtype)
     size = inputs // slices
     step = gcd(size, 64 if dtype.itemsize == 2 else 32)
     if size * slices != inputs or step < LEAST_STEP:
@@ -250,22 +264,21 @@ def product(
     weight: Multiplied,
     bias: torch.Tensor | None,
     *,
-    processors: int,
+    gpu: Gpu,
     order: SumOrder | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in the dtype of x.
 
-    A row's bits do not depend on the others, nor on `processors`, the number of them that the launch is to fill.
-    `order` is by default that of `order_of`.
+    A row's bits depend neither on the others nor on `gpu.processors`. `order` is by default that of `order_of`.
     """
-    order = order or order_of(weight, x.dtype)
-    out = x.new_empty(len(x), weight.shape[0])
+    order = order or order_of(weight, x.dtype, gpu)
+    x, out = _by_rows(x), x.new_empty(len(x), weight.shape[0])
     if not out.numel():
         return out
-    if not cuts(x, weight, processors, order):
-        _launch(x, weight, bias, out, order, apart=False, processors=processors)
+    if not cuts(x, weight, gpu, order):
+        run(x, weight, bias, out, order, launch_of(x, weight, order, gpu, apart=False), apart=False)
         return out
-    partials = partial_products(x, weight, processors=processors, order=order)
+    partials = partial_products(x, weight, gpu=gpu, order=order)
     blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
     add_parts_kernel[(blocks,)](
         partials, bias, out, len(partials), out.numel(), weight.shape[0], BLOCK=ADDED_AT_A_TIME, num_warps=4,
@@ -274,12 +287,12 @@ def product(
     return out
 
 
-def gated_product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None) -> torch.Tensor | None:
+def gated_product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, gpu: Gpu) -> torch.Tensor | None:
     """silu(gate) * up of x [T, K] times weight [2 N, K], first gate and then up, plus bias [2 N]: [T, N].
 
     It has the bits of `product` and then `silu_mul`. None for weights, or numbers of rows, without such a kernel.
     """
-    launch = skinny_launch(x, weight, order_of(weight, x.dtype))
+    launch = skinny_launch(x, weight, order_of(weight, x.dtype, gpu), gpu)
     if launch is None or not isinstance(weight, torch.Tensor):
         return None
     out = x.new_empty(len(x), weight.shape[0] // 2)
@@ -287,47 +300,60 @@ def gated_product(x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None
     return out
 
 
-def partial_products(
-    x: torch.Tensor, weight: Multiplied, *, processors: int, order: SumOrder | None = None
-) -> torch.Tensor:
+def partial_products(x: torch.Tensor, weight: Multiplied, *, gpu: Gpu, order: SumOrder | None = None) -> torch.Tensor:
     """Partial sums [P, T, N] float32 of x [T, K] times weight [N, K] transposed, to be added up from zero in order.
 
-    P is 1 where cutting would not fill more of the `processors`. The sum has the same bits either way. `order` is by
+    P is 1 where cutting would not fill more of the processors. The sum has the same bits either way. `order` is by
     default that of `order_of`, for parts that the reader adds up.
     """
-    order = order or order_of(weight, x.dtype, added=True)
-    apart = cuts(x, weight, processors, order)
+    order = order or order_of(weight, x.dtype, gpu, added=True)
+    x = _by_rows(x)
+    apart = cuts(x, weight, gpu, order)
     out = x.new_empty(order.parts if apart else 1, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, order, apart=apart, processors=processors)
+        run(x, weight, None, out, order, launch_of(x, weight, order, gpu, apart=apart), apart=apart)
     return out
 
 
-def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, processors: int) -> torch.Tensor:
+def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, gpu: Gpu) -> torch.Tensor:
     """Products [slices, T, N] float32 of x [T, K] with equal slices of the inputs of weight [N, K].
 
     See `order_on_ranks` for errors.
     """
-    order = order_on_ranks(weight, x.dtype, slices)
-    out = x.new_empty(slices, len(x), weight.shape[0], dtype=torch.float32)
+    order = order_on_ranks(weight, x.dtype, gpu, slices)
+    x, out = _by_rows(x), x.new_empty(slices, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        _launch(x, weight, None, out, order, apart=True, processors=processors)
+        run(x, weight, None, out, order, launch_of(x, weight, order, gpu, apart=True), apart=True)
     return out
 
 
-def cuts(x: torch.Tensor, weight: Multiplied, processors: int, order: SumOrder) -> bool:
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with the numbers of a row next to each other, as kernels read them."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def cuts(x: torch.Tensor, weight: Multiplied, gpu: Gpu, order: SumOrder) -> bool:
     """Whether different programs add up the parts of each sum."""
     tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
-    return order.parts > 1 and (tiles < processors or skinny_launch(x, weight, order) is not None)
+    return order.parts > 1 and (tiles < gpu.processors or skinny_launch(x, weight, order, gpu) is not None)
 
 
-def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder) -> SkinnyLaunch | None:
+def launch_of(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu, *, apart: bool) -> SkinnyLaunch | Tile:
+    """The launch of a product of x [T, K] and weight [N, K]: that of `skinny_gemm` where it can be, else a tile.
+
+    It reads no numbers, so the tensors may be on no device.
+    """
+    few = skinny_launch(x, weight, order, gpu) if apart or order.parts == 1 else None
+    return few or tile_for(len(x), weight, x.dtype, gpu=gpu, parts=order.parts if apart else 1)
+
+
+def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu) -> SkinnyLaunch | None:
     """The launch of `skinny_gemm` with this order of sums; None if `product_kernel` computes them.
 
     Tuned on an H200 (benchmarks/kernels/invariant_gpu.py).
     """
     rows, inputs = x.shape
-    if not is_plain(weight, x.dtype) or not 0 < rows <= FEW_ROWS or 2 * inputs < LEAST_ROW_BYTES:
+    if not is_plain(weight, x.dtype, gpu) or not 0 < rows <= FEW_ROWS or 2 * inputs < LEAST_ROW_BYTES:
         return None
     assert isinstance(weight, torch.Tensor)
     if weight.stride(1) != 1 or x.stride(1) != 1:
@@ -342,49 +368,51 @@ def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder) -> Skinn
     return launch if order.parts == 1 or launch.part_length(inputs) == order.size else None
 
 
-def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, processors: int, parts: int = 1) -> Tile:
+def the_tile(weight: Multiplied, dtype: torch.dtype) -> Tile:
+    """The one tile of all products with a weight where tiles may not add up alike."""
+    if dtype.itemsize > 2:
+        return Tile(BLOCK_M, BLOCK_N, 4, 1)
+    return Tile(BLOCK_M, BLOCK_N, 4 if isinstance(weight, torch.Tensor) else 8, 4)
+
+
+def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, gpu: Gpu, parts: int = 1) -> Tile:
     """The tile of `product_kernel`, whose sums are cut into `parts` programs.
 
     It is the same for any number of rows where it may decide the bits. Tuned on an H200
     (benchmarks/kernels/invariant_gpu.py).
     """
-    if dtype.itemsize > 2:
-        return Tile(BLOCK_M, BLOCK_N, 4, 1)
-    if not is_plain(weight, dtype):
-        return Tile(BLOCK_M, BLOCK_N, 4 if isinstance(weight, torch.Tensor) else 8, 4)
-    outputs = weight.shape[0]
+    small = the_tile(weight, dtype)
+    if not is_plain(weight, dtype, gpu):
+        return small
+    outputs, processors = weight.shape[0], gpu.processors
 
     def programs(tile: Tile) -> int:
         return -(-rows // tile.rows) * -(-outputs // tile.outputs) * parts
 
-    small, deep = Tile(BLOCK_M, BLOCK_N, 4, 4), Tile(BLOCK_M, BLOCK_N, 4, 6)
     if rows <= BLOCK_M or programs(small) <= processors:
-        return deep if programs(small) <= processors else small
+        return replace(small, num_stages=6) if programs(small) <= processors else small
     middle, large = Tile(2 * BLOCK_M, BLOCK_N, 8, 4), Tile(2 * BLOCK_M, 2 * BLOCK_N, 8, 4)
     return large if programs(large) >= LARGE_SHARE * processors else middle
 
 
-def _launch(
+def run(
     x: torch.Tensor,
     weight: Multiplied,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     order: SumOrder,
+    launch: SkinnyLaunch | Tile,
     *,
     apart: bool,
-    processors: int,
-    tile: Tile | None = None,
 ) -> None:
     """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
 
-    With a `tile`, `product_kernel` computes it; else `skinny_gemm` does where it can, and the tile is `tile_for`'s.
+    The numbers of a row of x are next to each other. A `SkinnyLaunch` takes plain weights, and sums that are `apart` or
+    have one part. `out` has any float dtype.
     """
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    own = tile is not None or (order.parts > 1 and not apart)
-    few = None if own else skinny_launch(x, weight, order)
-    if few is not None and isinstance(weight, torch.Tensor):
-        skinny_gemm(x, weight, bias, out if apart else out.view(1, len(x), -1), few, fixed=True)
+    if isinstance(launch, SkinnyLaunch):
+        assert isinstance(weight, torch.Tensor)
+        skinny_gemm(x, weight, bias, out if apart else out.view(1, len(x), -1), launch, fixed=True)
         return
     (outputs, inputs), rows = weight.shape, len(x)
     stored: tuple[torch.Tensor | None, ...]
@@ -394,10 +422,8 @@ def _launch(
     else:
         stored, strides = (weight, None, None, None), (weight.stride(0), weight.stride(1))
         form = dict(FORM=0, GROUP=1, SCALE_ROWS=1)
-    parts = order.parts if apart else 1
-    tile = tile or tile_for(rows, weight, x.dtype, processors=processors, parts=parts)
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    product_kernel[(tiles, parts)](
+    tiles = triton.cdiv(rows, launch.rows) * triton.cdiv(outputs, launch.outputs)
+    product_kernel[(tiles, order.parts if apart else 1)](
         x,
         *stored,
         bias,
@@ -412,13 +438,13 @@ def _launch(
         **form,
         APART=apart,
         EVEN=inputs % order.step == 0,
-        FEW=rows <= tile.rows,
+        FEW=rows <= launch.rows,
         ONE=apart or order.parts == 1,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.outputs,
+        BLOCK_M=launch.rows,
+        BLOCK_N=launch.outputs,
         BLOCK_K=order.step,
-        num_warps=tile.num_warps,
-        num_stages=tile.stages_within(shared_bytes(x.device), order.step * x.element_size()),
+        num_warps=launch.num_warps,
+        num_stages=launch.stages_within(shared_bytes(x.device), order.step * x.element_size()),
         **dependent_launch_options(x.device),
         # Else a part times its units might be added to the others without being rounded, where one program adds them.
         enable_fp_fusion=stored[3] is None,

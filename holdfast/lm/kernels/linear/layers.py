@@ -147,6 +147,14 @@ class LayerOps:
                 self._packed[each.data_ptr()] = each, torch.ops.mkldnn._reorder_linear_weight(each.contiguous())
         return size
 
+    def settle(self, weights: Iterable[Weight]) -> str:
+        """Choose the kernels of products with these weights, once, before the first step.
+
+        Returns what the choice changes in the order of sums, in words; empty if nothing. On devices that share layers,
+        all call it at the same time.
+        """
+        return ""
+
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
         """The stream [T, hidden] of token ids [T]. `embedding` has this device's tokens, from `first` on."""
         if self.group is None:

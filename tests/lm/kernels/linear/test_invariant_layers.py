@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.linear import invariant_layers as layers
 from holdfast.lm.kernels.linear import invariant_product as module
 from holdfast.lm.kernels.linear.invariant_layers import InvariantLayerOps
+from holdfast.lm.kernels.linear.invariant_product import Gpu
 from holdfast.lm.kernels.linear.layers import LayerOps
 from tests.lm.kernels.linear.test_layers import doubled, drawn, oracle, shape_of
 
@@ -24,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK_M", 8)
         monkeypatch.setattr(module, "BLOCK_N", 16)
         monkeypatch.setattr(module, "LEAST_PLAIN_PART", 128)
-        monkeypatch.setattr(module, "adds_alike", lambda device: True)
+        monkeypatch.setattr(layers, "gpu_of", lambda device: Gpu(4, alike=True))
         monkeypatch.setattr(module, "FEW_ROWS", 0)  # NumPy adds up tiles of other sizes in other orders
 
 
@@ -74,7 +76,7 @@ def test_a_layer_gives_a_token_the_same_bits_in_any_step_and_is_near_float64(
     for found, expected in zip(whole, half.compute(oracle(half.shape), slice(TOKENS), exact=True), strict=True):
         error = (found.double() - expected).norm() / expected.norm()
         assert error < (1e-5 if dtype == torch.float32 else 5e-3)
-    ops._processors = 1  # no product is cut
+    ops._gpu = Gpu(1, alike=ops._gpu.alike)  # no product is cut
     for rows in (slice(0, 1), slice(8, 9), slice(2, 7), slice(TOKENS)):
         for found, expected in zip(half.compute(ops, rows), whole, strict=True):
             assert torch.equal(found, expected[rows])

@@ -20,7 +20,7 @@ from holdfast.lm.kernels.linear.experts.launches import (
     grouped_launch_for,
     sort_pairs,
 )
-from holdfast.lm.kernels.linear.invariant_product import partial_products
+from holdfast.lm.kernels.linear.invariant_product import Gpu, partial_products
 from holdfast.lm.kernels.mxfp4 import BLOCK, NUMBERS, ExpertWeights, Mxfp4Matrices
 from holdfast.lm.kernels.packed import Form
 from tests.lm.kernels.packed_weights import draw_packed
@@ -321,7 +321,7 @@ def check_same_bits(experts: Experts, x: torch.Tensor, wanted: torch.Tensor, nea
     """Tokens alone, in another order, and among others have the same bits, which are near float64's."""
 
     def computed(rows: torch.Tensor, processors: int) -> torch.Tensor:
-        return fixed_experts(rows, experts, partial_products(rows, experts.router, processors=processors))
+        return fixed_experts(rows, experts, partial_products(rows, experts.router, gpu=Gpu(processors, alike=False)))
 
     whole = computed(x, 1)
     assert error(whole.float().sum(0), wanted) < near
@@ -353,7 +353,7 @@ def test_experts_with_equal_scores_are_chosen_alike_alone_and_among_others(devic
     experts = draw(ExpertRule(top_k=3), 6, 64, 32, device)
     experts = replace(experts, router=experts.router[:3].repeat_interleave(2, 0))
     x = torch.randn(9, 64, device=device)
-    logits = partial_products(x, experts.router, processors=1)
+    logits = partial_products(x, experts.router, gpu=Gpu(1, alike=False))
     whole = fixed_experts(x, experts, logits)
     for token in range(len(x)):
         own = slice(token, token + 1)

@@ -12,7 +12,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.connection import connection_limit
 from holdfast.server.inference.protobufs import HEALTH, SERVICE
 from holdfast.server.keys.accounts import Accounts
-from holdfast.server.keys.limits import NO_RETRY, Charge
+from holdfast.server.keys.limits import Charge
 from holdfast.server.keys.ring import KeyRing
 from holdfast.server.keys.usage_table import Used
 from holdfast.server.keys.values import ADAPTERS, OPERATOR, USE, Key
@@ -180,8 +180,7 @@ class Meter:
         try:
             charge = await self.accounts.admit(key, None if inference else estimated_tokens(scope))
         except ApiError as error:
-            headers = NO_RETRY if error.code == "insufficient_quota" else {}
-            await refuse(error, scope, receive, send, {**self.accounts.headers(key), **headers})
+            await refuse(error, scope, receive, send, self.accounts.headers(key))
             return
 
         computed = True

@@ -344,3 +344,12 @@ def test_steps_leave_room_for_tokens_as_late_as_those_before():
         world.run()
         longest.append(max(after - at for at, after in pairwise(world.deliveries["stream"][before:])))
     assert longest[1] < longest[0] - 0.005
+
+
+def test_a_refusal_names_the_target_if_steps_within_it_compute_no_prompt():
+    shortest = EXACT.step([(1, 1)])
+    world = World(tbt_target=shortest * 500)  # in ms: half of the shortest step
+    assert not world.add("loose", 300, 20, Contract(ttft=60.0))
+    assert f"the TBT target of {shortest * 500:g} ms" in world.refusals["loose"].reason
+    assert not world.add("tight", 300, 20, Contract(tbt=shortest / 2))
+    assert "even an idle engine is slower" in world.refusals["tight"].reason

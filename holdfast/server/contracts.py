@@ -29,6 +29,4 @@ def contract_refused(refusal: Refusal) -> ApiError:
     message = refusal.reason + (f"; now it could promise {could}" if could else "")
     seconds = refusal.retry_after if math.isfinite(refusal.retry_after) else None
     details, final = {"predicted": known or None}, seconds is None
-    return ApiError(
-        message, status=429, code=CONTRACT_REFUSED, retry_seconds=seconds, final=final, details=details
-    )
+    return ApiError(message, status=429, code=CONTRACT_REFUSED, retry_seconds=seconds, final=final, details=details)

@@ -646,6 +646,32 @@ async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> N
     assert wrong.headers["allow"] == "POST"
 
 
+async def test_a_refused_method_is_answered_with_all_that_the_path_takes(http: Http) -> None:
+    async with http() as api:
+        assert (await api.put("/v1/models")).headers["allow"] == "GET, HEAD"
+        assert (await api.put("/v1/chat/completions")).headers["allow"] == "GET, POST"
+        assert (await api.put("/v1/models/x")).headers["allow"] == "DELETE, GET"
+
+
+async def test_models_are_listed_with_a_slash_at_the_end_too(http: Http) -> None:
+    async with http() as api:
+        assert (await api.get("/v1/models/")).json() == (await api.get("/v1/models")).json()
+
+
+async def test_errors_of_models_have_the_form_of_the_clients_api(http: Http) -> None:
+    async with http(api_key=("secret",)) as api:
+        for path, key, status, code, kind in (
+            ("/v1/models", "", 401, "invalid_api_key", "authentication_error"),
+            ("/v1/models/none", "secret", 404, "model_not_found", "not_found_error"),
+        ):
+            headers = {"x-api-key": key} if key else {}
+            openai = await api.get(path, headers=headers)
+            anthropic = await api.get(path, headers={**headers, "anthropic-version": "2023-06-01"})
+            assert (openai.status_code, error_of(openai)["code"]) == (status, code)
+            assert anthropic.status_code == status and anthropic.json()["type"] == "error"
+            assert anthropic.json()["error"]["type"] == kind
+
+
 RESPONSES = "/v1/responses"
 TURN = {"model": "tiny", "input": "hello"}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -351,3 +353,23 @@ async def test_a_body_may_begin_with_a_byte_order_mark(http: Http) -> None:
         body = b"\xef\xbb\xbf" + json.dumps(HELLO).encode()
         assert (await api.post(CHAT, content=body)).status_code == 200
         assert (await api.post(CHAT, content=b"\xef\xbb\xbf" + body)).status_code == 400
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, "/tokenize", "/v1/messages", "/api/chat", "/v1/conversations"])
+async def test_a_body_may_be_compressed(http: Http, path: str) -> None:
+    body = {
+        **BODIES, "/tokenize": {"prompt": "hello"}, "/v1/messages": {**HELLO, "max_tokens": 5},
+        "/api/chat": {**HELLO, "model": "tiny"}, "/v1/conversations": {"metadata": {"topic": "sails"}},
+    }[path]  # fmt: skip
+    plain = json.dumps(body).encode()
+    async with http(max_body_mb=0.01) as api:
+        for encoding, sent, status in (
+            ("gzip", gzip.compress(plain), 200),
+            ("deflate", zlib.compress(plain), 200),
+            ("identity", plain, 200),
+            ("br", plain, 415),
+            ("gzip", plain, 400),
+            ("gzip", gzip.compress(plain + b" " * 10_000), 413),
+        ):
+            answer = await api.post(path, content=sent, headers={"content-encoding": encoding})
+            assert answer.status_code == status, (encoding, answer.text)

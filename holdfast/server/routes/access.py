@@ -19,7 +19,7 @@ from holdfast.server.keys.values import ADAPTERS, OPERATOR, USE, Key
 from holdfast.server.protocol import ApiError
 from holdfast.server.readiness import ALIVE, READY
 from holdfast.server.replies import RequestUsage
-from holdfast.server.routes.http import JSON
+from holdfast.server.routes.http import JSON, error_body
 from holdfast.server.routes.inference import LIVE as INFERENCE_LIVE
 from holdfast.server.routes.inference import READY as INFERENCE_READY
 from holdfast.server.routes.page import is_page
@@ -230,7 +230,7 @@ async def refuse(
     error: ApiError, scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
 ) -> None:
     """Answer a request with an error in the form of its path's protocol."""
-    await JSON(error.body_for(scope["path"]), error.status, {**error.headers, **(headers or {})})(scope, receive, send)
+    await JSON(error_body(error, scope), error.status, {**error.headers, **(headers or {})})(scope, receive, send)
 
 
 def scopes_for(method: str, path: str) -> tuple[str, ...]:

@@ -8,11 +8,11 @@ import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, inspect
 
 from holdfast.core.contract import MAX_CONTRACT
 from holdfast.core.pause import MAX_PAUSE
@@ -760,7 +760,52 @@ def _not_typed(reason: str, given: Mapping[str, Any], shape: type[RequestBody]) 
         return _wrong_entry(name, what, given[name], shape, of_key=bool(of_key))
     if unknown:
         return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
+    wrong = re.match("invalid enum value (.*)", what, re.IGNORECASE | re.DOTALL)
+    if wrong and (allowed := _allowed_at(shape, param)):
+        return invalid(f"{param} is {wrong[1][:64]}; it must be {' or '.join(allowed)}", param)
     return _wrong_value(param, what, _value_at(given, param))
+
+
+@cache
+def _type_of(shape: type[RequestBody]) -> inspect.Type:
+    return inspect.type_info(shape)
+
+
+TYPE_WORDS: dict[type, str] = {
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.ListType: "a list",
+    inspect.StructType: "an object",
+}
+
+
+def _allowed_at(shape: type[RequestBody], param: str) -> list[str]:
+    """Return the values that a parameter of a request, such as `a.b[0]`, may have, and the types of further ones."""
+    kinds = list(_simple(_type_of(shape)))
+    for name in re.findall(r"[^.\[\]]+", param):
+        inner: list[inspect.Type] = []
+        for kind in kinds:
+            match kind:
+                case inspect.StructType(fields=fields):
+                    inner += [each.type for each in fields if each.encode_name == name]
+                case inspect.ListType(item_type=one) | inspect.DictType(value_type=one):
+                    inner.append(one)
+        kinds = [each for kind in inner for each in _simple(kind)]
+    values = [str(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
+    others = [TYPE_WORDS[type(kind)] for kind in kinds if type(kind) in TYPE_WORDS]
+    return [("one of " if len(values) > 1 else "") + ", ".join(values), *others] if values else []
+
+
+def _simple(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """Yield the members of a union, or the type itself if it is none."""
+    match kind:
+        case inspect.Metadata(type=plain):
+            yield from _simple(plain)
+        case inspect.UnionType(types=members):
+            for each in members:
+                yield from _simple(each)
+        case _:
+            yield kind
 
 
 def _wrong_entry(

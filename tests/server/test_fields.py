@@ -19,9 +19,13 @@ from holdfast.server.protocol import ApiError
 Http = Callable[..., httpx.AsyncClient]
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TUNE = "/v1/fine_tuning/jobs"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 BEGUN: dict[str, Any] = {"messages": [*HELLO["messages"], {"role": "assistant", "content": "Ahoy, "}]}
-BODIES = {CHAT: HELLO, TEXT: {"prompt": "hello"}, RESPONSES: {"input": "hello", "store": False}}
+BODIES = {
+    CHAT: HELLO, TEXT: {"prompt": "hello"}, RESPONSES: {"input": "hello", "store": False},
+    TUNE: {"model": "tiny", "training_file": "file-a"},
+}  # fmt: skip
 
 
 def events_of(response: httpx.Response) -> list[Any]:
@@ -373,3 +377,18 @@ async def test_a_body_may_be_compressed(http: Http, path: str) -> None:
         ):
             answer = await api.post(path, content=sent, headers={"content-encoding": encoding})
             assert answer.status_code == status, (encoding, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"truncation": "maybe"}, "truncation is 'maybe'; it must be one of auto, disabled"),
+        (RESPONSES, {"include": ["bogus"]}, "include[0] is 'bogus'; it must be one of "),
+        (RESPONSES, {"text": {"verbosity": "no"}}, "text.verbosity is 'no'; it must be one of high, low, medium"),
+        (TUNE, {"hyperparameters": {"n_epochs": "many"}}, ".n_epochs is 'many'; it must be auto or an integer"),
+    ],
+)
+async def test_a_value_that_is_not_in_a_list_is_refused_with_the_list(
+    http: Http, path: str, body: Any, message: str
+) -> None:
+    assert message in (await refused(http, path, body))["message"]

@@ -665,7 +665,8 @@ def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
     except RecursionError:
         raise ApiError(f"{what} nests too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ApiError(f"{what} is not JSON that can be read: {error}", code="invalid_json") from None
+        fault = str(error).partition(" - at ")[0] if body.strip() else "it is empty"
+        raise ApiError(f"{what} is not JSON that can be read: {fault}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(f"{what} must be a JSON object", code="invalid_json")
     return fields

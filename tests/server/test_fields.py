@@ -392,3 +392,20 @@ async def test_a_value_that_is_not_in_a_list_is_refused_with_the_list(
     http: Http, path: str, body: Any, message: str
 ) -> None:
     assert message in (await refused(http, path, body))["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ('{"temperature": 1e999}', "Number out of range"),
+        ("{", "truncated"),
+    ],
+)
+async def test_a_body_that_is_not_json_is_refused_with_its_fault_alone(http: Http, body: str, fault: str) -> None:
+    async with http() as api:
+        answer = await api.post(CHAT, content=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith("the body is not JSON that can be read: ") and message.endswith(fault)

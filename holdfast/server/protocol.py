@@ -58,6 +58,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_STOP_CHARACTERS = 1024
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[!-~]+$")]
@@ -242,7 +243,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Sampling temperature. For None, here and below, the model's files set the default; otherwise `DEFAULTED` does."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     """Seed for sampling. None and -1 mean a random seed, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field, inspect
+from msgspec import Meta, Struct, field
 
 from holdfast.core.contract import MAX_CONTRACT
 from holdfast.core.pause import MAX_PAUSE
@@ -26,6 +25,7 @@ from holdfast.core.types import (
     Grammar,
     SamplingParams,
 )
+from holdfast.server.faults import fault_of
 from holdfast.server.formats.custom import input_arguments
 from holdfast.server.formats.ending import PromptEnd
 from holdfast.server.grammars import (
@@ -718,7 +718,7 @@ def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
     try:
         request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
-        raise _not_typed(str(error), given, shape) from None
+        raise invalid(*fault_of(str(error), given, shape)) from None
     if "stream_options" in given and not given.get("stream"):
         raise invalid("stream_options needs stream: true", "stream_options")
     return request
@@ -730,110 +730,6 @@ def _same(value: Any, neutral: Any) -> bool:
     The types matter because 0 == False: `logprobs: 0` has an effect, and `logprobs: false` has none.
     """
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _value_at(given: Any, param: str) -> Any:
-    """Return the value of a parameter, such as `a.b[0].c`; None if it cannot be found."""
-    for name in re.findall(r"[^.\[\]]+", param):
-        if isinstance(given, dict):
-            given = given.get(name)
-        elif isinstance(given, list) and name.isdecimal() and int(name) < len(given):
-            given = given[int(name)]
-        else:
-            return None
-    return given
-
-
-def _not_typed(reason: str, given: Mapping[str, Any], shape: type[RequestBody]) -> ApiError:
-    """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number.
-
-    For a text or a list of a wrong length, it names the length.
-    """
-    key, of_key, path = reason.partition(" - at `key` in `$.")
-    if of_key:
-        reason = f"{key} - at `$.{path.rstrip('`')}[...]`"
-    missing = re.search(r"missing required field `(\w+)`", reason)
-    if missing:
-        return invalid(f"{missing[1]} is missing", missing[1], "missing_required_parameter")
-    what, _, path = reason.partition(" - at `$.")
-    unknown = re.search(r"unknown field `(.{1,64}?)`", what)
-    param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
-    if param.endswith("[...]") and "[" not in (name := param[:-5]) and "." not in name:
-        return _wrong_entry(name, what, given[name], shape, of_key=bool(of_key))
-    if unknown:
-        return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
-    wrong = re.match("invalid enum value (.*)", what, re.IGNORECASE | re.DOTALL)
-    if wrong and (allowed := _allowed_at(shape, param)):
-        return invalid(f"{param} is {wrong[1][:64]}; it must be {' or '.join(allowed)}", param)
-    return _wrong_value(param, what, _value_at(given, param))
-
-
-@cache
-def _type_of(shape: type[RequestBody]) -> inspect.Type:
-    return inspect.type_info(shape)
-
-
-TYPE_WORDS: dict[type, str] = {
-    inspect.IntType: "an integer",
-    inspect.FloatType: "a number",
-    inspect.ListType: "a list",
-    inspect.StructType: "an object",
-}
-
-
-def _allowed_at(shape: type[RequestBody], param: str) -> list[str]:
-    """Return the values that a parameter of a request, such as `a.b[0]`, may have, and the types of further ones."""
-    kinds = list(_simple(_type_of(shape)))
-    for name in re.findall(r"[^.\[\]]+", param):
-        inner: list[inspect.Type] = []
-        for kind in kinds:
-            match kind:
-                case inspect.StructType(fields=fields):
-                    inner += [each.type for each in fields if each.encode_name == name]
-                case inspect.ListType(item_type=one) | inspect.DictType(value_type=one):
-                    inner.append(one)
-        kinds = [each for kind in inner for each in _simple(kind)]
-    values = [str(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
-    others = [TYPE_WORDS[type(kind)] for kind in kinds if type(kind) in TYPE_WORDS]
-    return [("one of " if len(values) > 1 else "") + ", ".join(values), *others] if values else []
-
-
-def _simple(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """Yield the members of a union, or the type itself if it is none."""
-    match kind:
-        case inspect.Metadata(type=plain):
-            yield from _simple(plain)
-        case inspect.UnionType(types=members):
-            for each in members:
-                yield from _simple(each)
-        case _:
-            yield kind
-
-
-def _wrong_entry(
-    name: str, what: str, entries: Mapping[str, Any], shape: type[RequestBody], *, of_key: bool
-) -> ApiError:
-    """Return the error for a parameter with names and values, of which msgspec says only `what` is wrong with one.
-
-    With `of_key` that is a name.
-    """
-    kind = next(each.type for each in msgspec.structs.fields(shape) if each.name == name)
-    for key, value in entries.items():
-        try:
-            msgspec.convert({key: value}, kind)
-        except msgspec.ValidationError:
-            if of_key:
-                return _wrong_value(name, what.replace("`str`", "names"), key)
-            return _wrong_value(f"{name}.{key[:64]}", what, value)
-    return _wrong_value(name, what, None)
-
-
-def _wrong_value(param: str, what: str, value: Any) -> ApiError:
-    """Return the error for a parameter of which msgspec says `what` is wrong with its value."""
-    if "of length" in what and isinstance(value, str | list | dict):
-        value = len(value)
-    got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""
-    return invalid(f"{param}: {what[:1].lower()}{what[1:]}{got}", param)
 
 
 def _token_ids(value: list[Any], name: str) -> list[int]:

@@ -98,5 +98,5 @@ def test_a_choice_says_which_stop_string_or_token_ended_it(serving: Serving, rou
         third = ids.choices[0].token_ids[2]
         assert ends(stop=["zzz", word]) == [word] * each
         assert ends(stop="zzz", extra_body={"stop_token_ids": [5, third]}) == [third] * each
-        assert ends(stop="zzz", max_tokens=2) == [None] * each
+        assert ends(stop="zzz", max_tokens=2) == ends(stop="zzz") == [None] * each
         assert ends() == ["none"] * each

@@ -248,6 +248,11 @@ class Asked:
         named: str | None = self.flags.get("model", self.file.get("model"))
         return named
 
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The options of the command line and of its file."""
+        return {**self.file, **self.flags}
+
     def config(self, kind: type[ConfigT], environment: Mapping[str, Any] | None = None) -> ConfigT:
         """Build a config. Flags override the file, and the file overrides the environment. Raises UsageError."""
         return build(kind, self.flags, self.file, environment or {})
@@ -326,7 +331,7 @@ def serve_configs(asked: Asked) -> ServeConfigs:
         engine = replace(engine, contracts="on")
     alone = bool(apps.app) and asked.model is None and not cluster.engines
     if alone:
-        refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))
+        refuse_engine_flags(asked.given, "a language model; name MODEL to serve one next to --app", but=("threads",))
     else:
         with value_errors_as_usage():
             cluster.check(engine, server.tuning_state)
@@ -340,12 +345,12 @@ def serve_configs(asked: Asked) -> ServeConfigs:
         with value_errors_as_usage():
             supervisor.check(server, cluster)
     if cluster.engines:
-        refuse_engine_flags(asked.flags, "an engine that is started here; give it to holdfast engine", but=())
+        refuse_engine_flags(asked.given, "an engine that is started here; give it to holdfast engine", but=())
     if not apps.app:
         if server.grpc_port is not None:
             raise UsageError("--grpc-port is for applications; name one with --app")
         for field in fields(AppConfig):
-            if field.name in asked.flags:
+            if field.name in asked.given:
                 raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")
     return ServeConfigs(server, None if alone else engine, apps, cluster, engine.threads)
 
@@ -445,10 +450,10 @@ def profile_command() -> Command:
     def run(asked: Asked) -> int:
         config, engine = asked.config(profile.ProfileConfig), asked.config(EngineConfig)
         if config.app is None:
-            if "largest" in asked.flags:
+            if "largest" in asked.given:
                 raise UsageError("--largest is for the cells of an application; name one with --app")
             return run_in_loop(profile.run(config, engine))
-        refuse_engine_flags(asked.flags, "a language model; leave it out with --app", but=("device", "threads"))
+        refuse_engine_flags(asked.given, "a language model; leave it out with --app", but=("device", "threads"))
         with value_errors_as_usage():
             apps = AppConfig(app=(config.app,), app_device=() if engine.device == "auto" else (engine.device,))
         return run_in_loop(profile.run_app(config, apps, engine.threads))

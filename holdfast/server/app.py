@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.cluster.replicas import Replicas
@@ -56,7 +56,7 @@ from holdfast.server.routes.generation import (
     add_message_routes,
     add_response_routes,
 )  # fmt: skip
-from holdfast.server.routes.http import JSON, BodyBudget
+from holdfast.server.routes.http import JSON, BodyBudget, error_body
 from holdfast.server.routes.inference import add_inference_routes
 from holdfast.server.routes.jobs import (
     UPLOAD,
@@ -257,7 +257,7 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
         if request.method == "POST" and request.url.path in GENERATION:
             outcome = "refused" if error.status < 500 else "unavailable" if error.status == 503 else "failed"
             count(request.url.path, outcome)
-        return JSON(error.body_for(request.url.path), error.status, error.headers)
+        return JSON(error_body(error, request.scope), error.status, error.headers)
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -271,8 +271,10 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
             405: f"{path} does not take {request.method}",
         }.get(error.status_code, str(error.detail))
         refusal = ApiError(message, status=error.status_code, code=NOT_ROUTED.get(error.status_code))
-        response = JSON(refusal.body_for(path), refusal.status)
+        response = JSON(error_body(refusal, request.scope), refusal.status)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["allow"] = ", ".join(methods_of(app, request.scope))
         return response
 
     @app.exception_handler(ClientDisconnect)
@@ -282,6 +284,12 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return reply(request, internal(error))
+
+
+def methods_of(app: FastAPI, scope: Scope) -> list[str]:
+    """Return the methods that the routes of a request's path take, in alphabetical order."""
+    found = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return sorted({method for route in found for method in route.methods or ()})
 
 
 GENERATION = tuple(

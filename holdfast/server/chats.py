@@ -94,6 +94,8 @@ class Merged:
             _extend(choice["message"], new["delta"])
             choice["finish_reason"] = new["finish_reason"] or choice.get("finish_reason")
             choice["logprobs"] = _joined(choice.get("logprobs"), new["logprobs"])
+            if "stop_reason" in new:
+                choice["stop_reason"] = new["stop_reason"]
             if "token_ids" in new:
                 choice["token_ids"] = [*choice.get("token_ids", ()), *new["token_ids"]]
 

@@ -34,6 +34,8 @@ UNREAD_SECONDS = 0.02
 RESERVED_FILES = 96
 """Number of open files that connections leave free for other uses."""
 LOG_SECONDS = 10.0
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 log = logging.getLogger("holdfast.server")
 
@@ -214,7 +216,8 @@ class Connection(HttpToolsProtocol):
             return
         # uvicorn would keep the connection open after answering a request whose body was not read to its end.
         self.keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
-        self.cycle.transport = CycleTransport(self)  # type: ignore[assignment]
+        knows_chunks = self.parser.get_http_version() != "1.0"
+        self.cycle.transport = (CycleTransport if knows_chunks else ChunklessTransport)(self)  # type: ignore[assignment]
         self.declared = int(dict(self.headers).get(b"content-length", 0))
         self.received = 0
 
@@ -462,3 +465,26 @@ class CycleTransport:
     def close(self) -> None:
         cycle = self.connection.cycle
         self.connection.end(unread=cycle.more_body or cycle is not self.connection.active)
+
+
+class ChunklessTransport(CycleTransport):
+    """Transport for one request's cycle in HTTP/1.0, which knows no chunks: the end of the connection ends an answer.
+
+    uvicorn writes the head of an answer at once, and then each chunk at once.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.chunked: bool | None = None
+        """Whether uvicorn writes the answer in chunks; None before its head."""
+
+    def write(self, data: bytes) -> None:
+        if data == CONTINUE:
+            return
+        if self.chunked is None:
+            self.chunked = CHUNKED in data
+            data = data.replace(CHUNKED, b"\r\n", 1)
+        elif self.chunked and data:
+            size, _, rest = data.partition(b"\r\n")
+            data = rest[: int(size, 16)]
+        super().write(data)

@@ -28,6 +28,5 @@ def contract_refused(refusal: Refusal) -> ApiError:
     could = ", ".join(f"{name} {time:.0f}" for name, time in known.items())
     message = refusal.reason + (f"; now it could promise {could}" if could else "")
     seconds = refusal.retry_after if math.isfinite(refusal.retry_after) else None
-    return ApiError(
-        message, status=429, code=CONTRACT_REFUSED, retry_seconds=seconds, details={"predicted": known or None}
-    )
+    details, final = {"predicted": known or None}, seconds is None
+    return ApiError(message, status=429, code=CONTRACT_REFUSED, retry_seconds=seconds, final=final, details=details)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -26,6 +25,7 @@ from holdfast.core.types import (
     Grammar,
     SamplingParams,
 )
+from holdfast.server.faults import fault_of
 from holdfast.server.formats.custom import input_arguments
 from holdfast.server.formats.ending import PromptEnd
 from holdfast.server.grammars import (
@@ -53,9 +53,12 @@ MAX_STRINGS = 1 << 16
 MAX_VALUES = 1 << 18
 """Maximum number of commas in all past calls' arguments of one request. It bounds the time to decode their values."""
 MAX_STOPS = 16
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Bytes that some editors and shells put before a text in UTF-8."""
 MAX_STOP_CHARACTERS = 1024
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[!-~]+$")]
@@ -71,11 +74,35 @@ TemplateOptions = Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64
 Body = TypeVar("Body", bound="RequestBody")
 
 
-GRAMMAR_PARAMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GRAMMAR_PARAMS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"
+)  # fmt: skip
 
 
 DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """OpenAI's defaults for the fields whose defaults a model's files may change."""
+
+
+OTHER_NAMES = {
+    "max_tokens": ("max_tokens", "max_output_tokens"),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "num_predict": ("max_tokens", "max_output_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "repeat_penalty": ("repetition_penalty",),
+    "stop_sequences": ("stop",),
+    "rid": ("request_id",),
+    "random_seed": ("seed",),
+    "sampling_seed": ("seed",),
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "text": ("prompt", "messages", "input"),
+    "response_format": ("text",),
+    "grammar": ("structured_outputs",),
+    "json_schema": ("response_format", "text"),
+}
+"""Parameters of other APIs and servers, each with its names here; a request's type has one of them, or none."""
 
 
 TIERS = {"priority": -1, "flex": 1}
@@ -94,24 +121,26 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         retry_seconds: float | None = None,
+        final: bool = False,
         details: Mapping[str, Any] | None = None,
     ) -> None:
         """`retry_after` is the number of seconds after which the client may try again.
 
-        With `retry_seconds`, that number is known more precisely. `details` are further fields of the error's object.
+        With `retry_seconds`, that number is known more precisely. `final` says that trying again is of no use, although
+        the status says otherwise. `details` are further fields of the error's object.
         """
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after = retry_after if retry_seconds is None else max(1, math.ceil(retry_seconds))
-        self.retry_seconds, self.details = retry_seconds, details or {}
+        self.retry_seconds, self.final, self.details = retry_seconds, final, details or {}
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that say when the client may try again."""
+        """The headers that say whether and when the client may try again. OpenAI's clients obey `x-should-retry`."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.retry_seconds is not None:
             headers["retry-after-ms"] = str(math.ceil(self.retry_seconds * 1000))
-        return headers
+        return headers | ({"x-should-retry": "false"} if self.final else {})
 
     def body(self) -> dict[str, Any]:
         """Return the error as a JSON object in OpenAI's form. All four fields are always present."""
@@ -214,7 +243,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Sampling temperature. For None, here and below, the model's files set the default; otherwise `DEFAULTED` does."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     """Seed for sampling. None and -1 mean a random seed, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
@@ -259,6 +288,9 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+    regex: Text | None = None
+    """Regular expression that the answer matches. It and `ebnf` are SGLang's names for `structured_outputs`."""
+    ebnf: Text | None = None
 
     def __post_init__(self) -> None:
         _ = self.grammar  # Raises ApiError.
@@ -303,12 +335,12 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
                 return of_structured_outputs(self.structured_outputs, param)
             if self.guided_json is not None:
                 return of_schema(self.guided_json, "guided_json")
-            if self.guided_regex is not None:
-                return Grammar("regex", self.guided_regex)
+            if (regex := self.guided_regex or self.regex) is not None:
+                return Grammar("regex", regex)
             if self.guided_choice is not None:
                 return of_choices(self.guided_choice, "guided_choice")
-            if self.guided_grammar is not None:
-                return of_grammar(self.guided_grammar, "guided_grammar")
+            if (grammar := self.guided_grammar or self.ebnf) is not None:
+                return of_grammar(grammar, param or "")
             return None if wanted is None else of_format(wanted[1], wanted[0])
         except GrammarFault as error:
             raise invalid(str(error), error.param) from None
@@ -425,6 +457,24 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "skip_special_tokens": (True,),
         "suffix": ("",),
         "web_search_options": (),
+        # Fields of vLLM and SGLang, whose clients send all of them with their defaults.
+        "custom_logit_processor": (),
+        "detokenize": (True,),
+        "documents": ([],),
+        "early_stopping": (False,),
+        "kv_transfer_params": (),
+        "length_penalty": (1.0,),
+        "logits_processors": ([],),
+        "lora_path": (),
+        "mm_processor_kwargs": ({},),
+        "no_stop_trim": (False,),
+        "return_hidden_states": (False,),
+        "separate_reasoning": (True,),
+        "session_params": (),
+        "spaces_between_special_tokens": (True,),
+        "stream_reasoning": (True,),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
     }
     # No chat template uses a verbosity, and completions of texts are never stored.
     harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
@@ -609,13 +659,15 @@ def parse(body: bytes, shape: type[Body], more: Mapping[str, Any] | None = None)
 
 def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
     """Decode a body that must be a JSON object. Raises ApiError, which calls the body `what`."""
+    body = body.removeprefix(BYTE_ORDER_MARK)
     check_items(body, what)
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:
         raise ApiError(f"{what} nests too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ApiError(f"{what} is not JSON that can be read: {error}", code="invalid_json") from None
+        fault = str(error).partition(" - at ")[0] if body.strip() else "it is empty"
+        raise ApiError(f"{what} is not JSON that can be read: {fault}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(f"{what} must be a JSON object", code="invalid_json")
     return fields
@@ -659,13 +711,14 @@ def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
             if value is not None:
                 given[name] = value
         elif neutral is None and name not in shape.harmless:
-            near = difflib.get_close_matches(name[:64], known, n=1)
+            here = [each for each in OTHER_NAMES.get(name, ()) if each in known]
+            near = here or difflib.get_close_matches(name[:64], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise invalid(f"unknown parameter: {name[:64]}{hint}", name[:64], "unknown_parameter")
     try:
         request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
-        raise _not_typed(str(error), given) from None
+        raise invalid(*fault_of(str(error), given, shape)) from None
     if "stream_options" in given and not given.get("stream"):
         raise invalid("stream_options needs stream: true", "stream_options")
     return request
@@ -677,38 +730,6 @@ def _same(value: Any, neutral: Any) -> bool:
     The types matter because 0 == False: `logprobs: 0` has an effect, and `logprobs: false` has none.
     """
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _value_at(given: Any, param: str) -> Any:
-    """Return the value of a parameter, such as `a.b[0].c`; None if it cannot be found."""
-    for name in re.findall(r"[^.\[\]]+", param):
-        if isinstance(given, dict):
-            given = given.get(name)
-        elif isinstance(given, list) and name.isdecimal() and int(name) < len(given):
-            given = given[int(name)]
-        else:
-            return None
-    return given
-
-
-def _not_typed(reason: str, given: Mapping[str, Any]) -> ApiError:
-    """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number.
-
-    For a text or a list of a wrong length, it names the length.
-    """
-    missing = re.search(r"missing required field `(\w+)`", reason)
-    if missing:
-        return invalid(f"{missing[1]} is missing", missing[1], "missing_required_parameter")
-    what, _, path = reason.partition(" - at `$.")
-    unknown = re.search(r"unknown field `(.{1,64}?)`", what)
-    param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
-    if unknown:
-        return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
-    value = _value_at(given, param)
-    if "of length" in what and isinstance(value, str | list | dict):
-        value = len(value)
-    got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""
-    return invalid(f"{param}: {what[:1].lower()}{what[1:]}{got}", param)
 
 
 def _token_ids(value: list[Any], name: str) -> list[int]:
@@ -728,10 +749,12 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
 """Chat template role by the role in the API, including call results. `function` is OpenAI's former name for `tool`."""
 MESSAGE_FIELDS = ("role", "content", "name")
+REFUSAL = "refusal"
+"""Type of a part with the words in which a model has refused to answer, and the part's field with them."""
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Fields in which clients send back the model's reasoning. The first one that is present is used."""
 ROLE_FIELDS = {
-    "assistant": ("tool_calls", "function_call", *REASONING_FIELDS),
+    "assistant": ("tool_calls", "function_call", "refusal", *REASONING_FIELDS),
     "tool": ("tool_call_id",),
 }
 """Fields that only messages of one role may have, by that role."""
@@ -786,12 +809,16 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     refuse_extra(message, (*MESSAGE_FIELDS, *ROLE_FIELDS.get(role, ())), name)
     if not isinstance(message.get("name", ""), str | None):
         raise invalid(f"{name}.name must be a string", f"{name}.name")
-    content = message.get("content")
-    if content is None and role == "assistant":  # Clients send back an answer without text in this form.
-        content = ""
-    texts = text_parts(content, f"{name}.content", ("text",))
+    content, refused = message.get("content"), message.get("refusal") or ""
+    if not isinstance(refused, str):
+        raise invalid(f"{name}.refusal must be a string", f"{name}.refusal")
+    if content in (None, "") and role == "assistant":  # Clients send back an answer without text in this form.
+        content = refused
+    elif refused:
+        raise invalid(f"{name} has a content and a refusal; give one of them", f"{name}.refusal")
+    texts = text_parts(content, f"{name}.content", ("text", REFUSAL) if role == "assistant" else ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
-        refuse_extra(part, ("type", "text"), f"{name}.content[{index}]")
+        refuse_extra(part, ("type", part["type"]), f"{name}.content[{index}]")
     read: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if role == "tool":
         call, old = message.get("tool_call_id"), message["role"] == "function"
@@ -894,9 +921,10 @@ def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
     if kind not in kinds:
         reason = f"{name}.type is {shown(kind)}; this model reads only text, in parts of type {' or '.join(kinds)}"
         raise invalid(reason, f"{name}.type", "unsupported_content")
-    if not isinstance(part.get("text"), str):
-        raise invalid(f"{name}.text must be a string", f"{name}.text")
-    return str(part["text"])
+    field = REFUSAL if kind == REFUSAL else "text"
+    if not isinstance(part.get(field), str):
+        raise invalid(f"{name}.{field} must be a string", f"{name}.{field}")
+    return str(part[field])
 
 
 def shown(value: Any) -> str:

@@ -118,6 +118,8 @@ class Written:
     """Tokens with their log probabilities, if requested."""
     token_ids: list[int] = field(default_factory=list)
     """All tokens, including one that ended the answer."""
+    end: str | int | None = None
+    """Stop string that ended the choice, or else its last token; None if neither ended it."""
     prompt: Sequence[int] = ()
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens except the first, if requested."""
@@ -133,9 +135,17 @@ class Written:
         self.parts += parts
         self.token_ids += delta.tokens
         self.reason = delta.finish_reason or self.reason
+        self.end = end_of(delta)
         self.prompt_logprobs += delta.prompt_logprobs
         if delta.logprobs:
             self.tokens += tokens_with_logprobs(delta)
+
+
+def end_of(delta: Delta) -> str | int | None:
+    """Return the stop string that ended an answer with this delta, or else its last token; None if neither did."""
+    if delta.finish_reason != FinishReason.STOP or delta.stop_string is not None:
+        return delta.stop_string
+    return delta.tokens[-1] if delta.tokens else None
 
 
 class Shape:
@@ -176,6 +186,12 @@ class Shape:
         self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
+        self.stops: frozenset[str | int] = frozenset(
+            [*([wanted.stop] if isinstance(wanted.stop, str) else wanted.stop), *wanted.stop_token_ids]
+        )
+        """Stop strings and stop tokens that the client gave. If it gave any, each choice says which one ended it."""
+        self.ends: dict[int, str | int | None] = {}
+        """Stop string or last token of each choice that has ended."""
         self.held: dict[int, list[TokenRecord]] = {}
         """Tokens by choice whose log probabilities go into the choice's next chunk with text or a finish reason."""
         self.reading = reading
@@ -203,6 +219,7 @@ class Shape:
             self.held.setdefault(choice, []).extend(tokens_with_logprobs(delta))
         if self.with_ids:
             self.new_ids.setdefault(choice, []).extend(delta.tokens)
+        self.ends[choice] = end_of(delta)
         yield from self.pieces(choice, self.read(choice, delta), delta.finish_reason)
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
@@ -229,6 +246,7 @@ class Shape:
                 *self.content(joined(choice.parts), choice.reason),
                 self.logprobs(index, choice.tokens) if choice.tokens else None,
             )
+            | self._stop_reason(choice.end)
             for index, choice in enumerate(written)
         ]
         reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
@@ -249,6 +267,10 @@ class Shape:
         for choice, each in zip(reply["choices"], written, strict=True):
             choice["token_ids"] = each.token_ids
 
+    def _stop_reason(self, end: str | int | None) -> Reply:
+        """Return vLLM's field with the stop string or token that ended a choice; empty if the client gave none."""
+        return {"stop_reason": end if end in self.stops else None} if self.stops else {}
+
     def _usage(self, usage: RequestUsage) -> Reply:
         format = self.reading.format
         reasons = format.reasoning is not None or format.calls.channels
@@ -258,6 +280,8 @@ class Shape:
         held = self.held.pop(choice, None) if with_logprobs else None
         logprobs = self.logprobs(choice, held) if held else None
         made = _choice(choice, content, reason, logprobs)
+        if reason is not None:
+            made |= self._stop_reason(self.ends[choice])
         if self.with_ids and with_logprobs:
             made["token_ids"] = self.new_ids.pop(choice, [])
         return {**self.chunk_head, "choices": [made]}

@@ -212,6 +212,9 @@ def _read_choice(
             return "required", frozenset([SEARCH_TOOL.name])
         case {"type": "mcp", "server_label": str()} if api == "responses":
             return "required", _remote_names(choice, remote)
+        case {"type": "function" | "custom" as kind}:
+            path = f"{param}.{kind}.name" if api == "chat" else f"{param}.name"
+            raise invalid(f"{path} is missing; it is the name of one of the tools", path)
         case {"type": "allowed_tools"}:
             return _read_allowed(choice, param, api, remote)
         case {"type": str(kind)}:

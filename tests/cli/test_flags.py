@@ -350,3 +350,23 @@ def test_help_begins_with_one_usage_line_and_explains_model(capsys: pytest.Captu
         shown[command] = capsys.readouterr().out
         assert shown[command].startswith(f"usage: holdfast {command} [MODEL] [OPTION ...]\n\n")
     assert "holdfast-tiny, which is built in" in shown["serve"] and "mistral-7b" in shown["plan"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "message"),
+    [
+        (["serve", "--app", "x"], "tuning: true", "--tuning is for a language model; name MODEL"),
+        (["serve"], "app: [x]\ntbt-target: 50", "--tbt-target is for a language model; name MODEL"),
+        (["serve"], "app_max_tasks: 5", "--app-max-tasks is for applications; name one with --app"),
+        (["serve", "--engines", "/a.sock"], "cache_gb: 1", "--cache-gb is for an engine that is started here"),
+        (["profile", "--app", "x"], "cache_gb: 1", "--cache-gb is for a language model; leave it out"),
+        (["profile"], "largest: 64", "--largest is for the cells of an application"),
+    ],
+)
+def test_an_option_in_the_file_that_would_be_ignored_is_refused_as_on_the_command_line(
+    arguments: list[str], text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "options.yml"
+    path.write_text(text)
+    assert main([*arguments, "--config", str(path)]) == 2
+    assert message in capsys.readouterr().err

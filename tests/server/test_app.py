@@ -233,7 +233,7 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),
-        ({"logit_bias": {"5": 101}}, "logit_bias[...]", "invalid_value"),
+        ({"logit_bias": {"4": 1, "5": 101}}, "logit_bias.5", "invalid_value"),
         ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
         ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
         ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
@@ -252,7 +252,7 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"n": 1000000000000}, "n", "invalid_value"),
         ({"n": 100}, "n", "invalid_value"),
-        ({"seed": -2}, "seed", "invalid_value"),
+        ({"seed": -(1 << 63) - 1}, "seed", "invalid_value"),
         ({"stop": [""]}, "stop[0]", "invalid_value"),
         ({"stop": ["a"] * 17}, "stop", "invalid_value"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
@@ -644,6 +644,32 @@ async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> N
     assert (nowhere.status_code, error_of(nowhere)["code"]) == (404, "not_found")
     assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
+
+
+async def test_a_refused_method_is_answered_with_all_that_the_path_takes(http: Http) -> None:
+    async with http() as api:
+        assert (await api.put("/v1/models")).headers["allow"] == "GET, HEAD"
+        assert (await api.put("/v1/chat/completions")).headers["allow"] == "GET, POST"
+        assert (await api.put("/v1/models/x")).headers["allow"] == "DELETE, GET"
+
+
+async def test_models_are_listed_with_a_slash_at_the_end_too(http: Http) -> None:
+    async with http() as api:
+        assert (await api.get("/v1/models/")).json() == (await api.get("/v1/models")).json()
+
+
+async def test_errors_of_models_have_the_form_of_the_clients_api(http: Http) -> None:
+    async with http(api_key=("secret",)) as api:
+        for path, key, status, code, kind in (
+            ("/v1/models", "", 401, "invalid_api_key", "authentication_error"),
+            ("/v1/models/none", "secret", 404, "model_not_found", "not_found_error"),
+        ):
+            headers = {"x-api-key": key} if key else {}
+            openai = await api.get(path, headers=headers)
+            anthropic = await api.get(path, headers={**headers, "anthropic-version": "2023-06-01"})
+            assert (openai.status_code, error_of(openai)["code"]) == (status, code)
+            assert anthropic.status_code == status and anthropic.json()["type"] == "error"
+            assert anthropic.json()["error"]["type"] == kind
 
 
 RESPONSES = "/v1/responses"

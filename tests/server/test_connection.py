@@ -96,6 +96,33 @@ async def test_trailers_within_the_limit_are_dropped(listening: Listening) -> No
         assert (await read_one(reader)).startswith(head(200))
 
 
+@pytest.mark.parametrize("more", [b"", b"connection: keep-alive\r\n", b"expect: 100-continue\r\n"])
+async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_its_connection(
+    listening: Listening, more: bytes
+) -> None:
+    asked = json.dumps({**json.loads(CHAT), "stream": True}).encode()
+    async with listening() as server:
+        answers = []
+        for version in (b"HTTP/1.1", b"HTTP/1.0"):
+            async with connected(server) as [(reader, writer)]:
+                top = POST.replace(b"HTTP/1.1", version) + (b"connection: close\r\n" if not answers else more)
+                writer.write(top + b"content-length: %d\r\n\r\n%s" % (len(asked), asked))
+                answers.append(await asyncio.wait_for(reader.read(), 30))
+    (_, _, chunks), (begun, _, events) = (answer.partition(b"\r\n\r\n") for answer in answers)
+    assert begun.startswith(head(200)) and b"transfer-encoding" not in begun
+    assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+    assert b"\r\n" in chunks and b"\r\n" not in events
+    assert events.count(b"data: ") == chunks.count(b"data: ")
+
+
+async def test_a_whole_answer_over_http_1_0_has_its_length(listening: Listening) -> None:
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        writer.write(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n%s" % (len(CHAT), CHAT))
+        top, _, body = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+        assert top.startswith(head(200)) and b"content-length: %d" % len(body) in top
+        assert json.loads(body)["object"] == "chat.completion"
+
+
 async def test_a_refused_request_closes_its_connection_and_its_body_is_not_swallowed(listening: Listening) -> None:
     async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
         writer.write(CHUNKED + b"0\r\n")

@@ -66,6 +66,7 @@ async def test_a_refused_contract_is_answered_with_429_and_when_to_come_again(ht
     for each in (answer, streamed):
         assert each.status_code == 429
         assert (each.headers["retry-after"], each.headers["retry-after-ms"]) == ("2", "1235")
+        assert "x-should-retry" not in each.headers
         assert each.json()["error"] == {
             "message": "the contract cannot be kept now: busy; now it could promise ttft_ms 750, tbt_ms 40",
             "type": "rate_limit_error",
@@ -82,6 +83,7 @@ async def test_a_contract_that_can_never_be_kept_names_no_time_to_come_again(htt
         answer = await api.post(CHAT, json={**BODIES[CHAT], "ttft_ms": 1})
     assert answer.status_code == 429
     assert not {"retry-after", "retry-after-ms"} & set(answer.headers)
+    assert answer.headers["x-should-retry"] == "false"
     assert answer.json()["error"]["predicted"] is None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +12,20 @@ import httpx
 import pytest
 from fake_engine import FakeClient
 
-from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS
+from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS, Grammar
 from holdfast.server.bad_words import word_tokens
 from holdfast.server.protocol import ApiError
 
 Http = Callable[..., httpx.AsyncClient]
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TUNE = "/v1/fine_tuning/jobs"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 BEGUN: dict[str, Any] = {"messages": [*HELLO["messages"], {"role": "assistant", "content": "Ahoy, "}]}
-BODIES = {CHAT: HELLO, TEXT: {"prompt": "hello"}, RESPONSES: {"input": "hello", "store": False}}
+BODIES = {
+    CHAT: HELLO, TEXT: {"prompt": "hello"}, RESPONSES: {"input": "hello", "store": False},
+    TUNE: {"model": "tiny", "training_file": "file-a"},
+}  # fmt: skip
 
 
 def events_of(response: httpx.Response) -> list[Any]:
@@ -243,3 +249,163 @@ async def test_the_fingerprint_changes_with_the_weights_and_with_nothing_else(ht
     client.weights = "0124"
     (second,) = await fingerprints()
     assert second != first
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+async def test_a_negative_seed_is_a_seed_except_for_minus_one(http: Http, client: FakeClient, path: str) -> None:
+    async with http() as api:
+        for seed in (-7, -(1 << 63), -1):
+            assert (await api.post(path, json={**BODIES[path], "seed": seed})).status_code == 200
+    seeds = [asked.params.seed for asked in client.asked]
+    assert seeds == [(1 << 63) - 7, 0, None]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_fields_of_other_servers_are_taken_with_the_values_that_change_nothing(http: Http, path: str) -> None:
+    neutral = {
+        "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "detokenize": True,
+        "spaces_between_special_tokens": True, "skip_special_tokens": True, "documents": None, "vllm_xargs": {},
+        "separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "lora_path": None,
+    }  # fmt: skip
+    async with http() as api:
+        response = await api.post(path, json={**BODIES[path], **neutral})
+        assert response.status_code == 200, response.text
+    for name, value in (("use_beam_search", True), ("length_penalty", 0.5), ("no_stop_trim", True)):
+        error = await refused(http, path, {name: value})
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+async def test_sglangs_names_ask_for_grammars(http: Http, client: FakeClient, path: str) -> None:
+    async with http() as api:
+        for given in ({"regex": "a+"}, {"ebnf": 'root ::= "a"'}):
+            response = await api.post(path, json={**BODIES[path], **given})
+            assert response.status_code == 200, response.text
+    regex, ebnf = (asked.params.grammar for asked in client.asked)
+    assert regex == Grammar("regex", "a+")
+    assert ebnf is not None and ebnf.kind == "lark"
+    assert (await refused(http, path, {"ebnf": "root"}))["param"] == "ebnf"
+    assert (await refused(http, path, {"regex": "a", "ebnf": 'root ::= "a"'}))["param"] == "regex"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "here"),
+    [
+        (RESPONSES, "max_tokens", "max_output_tokens"),
+        (RESPONSES, "messages", "input"),
+        (CHAT, "max_output_tokens", "max_completion_tokens"),
+        (CHAT, "input", "messages"),
+        (TEXT, "max_completion_tokens", "max_tokens"),
+        (TEXT, "stop_sequences", "stop"),
+    ],
+)
+async def test_a_field_of_another_api_is_refused_with_its_name_here(
+    http: Http, path: str, name: str, here: str
+) -> None:
+    assert (await refused(http, path, {name: 5}))["message"] == f"unknown parameter: {name}; did you mean {here}?"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"logit_bias": {"4": 1, "5": 101}}, "logit_bias.5", "`float` <= 100.0, got 101"),
+        ({"logit_bias": {"4": 1, "5": "high"}}, "logit_bias.5", "got `str`"),
+        ({"metadata": {"a": "b", "c": "x" * 513}}, "metadata.c", "length <= 512, got 513"),
+        ({"metadata": {"a": "b", "c" * 65: "d"}}, "metadata", "names of length <= 64, got 65"),
+        ({"metadata": {str(n): "a" for n in range(17)}}, "metadata", "length <= 16, got 17"),
+    ],
+)
+async def test_a_wrong_value_within_an_object_is_named_with_its_limit(
+    http: Http, body: Any, param: str, reason: str
+) -> None:
+    error = await refused(http, CHAT, body)
+    assert error["param"] == param and reason in error["message"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": None, "refusal": "I cannot."},
+        {"content": "", "refusal": "I cannot."},
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"content": "I cannot.", "refusal": None},
+    ],
+)
+async def test_what_a_model_has_refused_is_part_of_the_prompt(http: Http, client: FakeClient, said: Any) -> None:
+    talk = [*HELLO["messages"], {"role": "assistant", **said}, {"role": "user", "content": "please"}]
+    async with http() as api:
+        assert (await api.post(CHAT, json={"messages": talk})).status_code == 200
+    assert "<assistant>I cannot.<user>please" in prompt_of(client)
+
+
+async def test_a_refusal_is_an_input_of_responses_and_only_of_the_assistant(http: Http, client: FakeClient) -> None:
+    part = {"type": "refusal", "refusal": "I cannot."}
+    asked = [{"role": "assistant", "content": [part]}, {"role": "user", "content": "please"}]
+    async with http() as api:
+        assert (await api.post(RESPONSES, json={"input": asked, "store": False})).status_code == 200
+    assert "<assistant>I cannot.<user>please" in prompt_of(client)
+    for path, name in ((CHAT, "messages"), (RESPONSES, "input")):
+        error = await refused(http, path, {name: [{"role": "user", "content": [part]}]})
+        assert error["param"] == f"{name}[0].content[0].type"
+    for message in ({"refusal": 5}, {"content": "Well, ", "refusal": "no"}):
+        error = await refused(http, CHAT, {"messages": [{"role": "assistant", **message}]})
+        assert error["param"] == "messages[0].refusal"
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark(http: Http) -> None:
+    async with http() as api:
+        body = b"\xef\xbb\xbf" + json.dumps(HELLO).encode()
+        assert (await api.post(CHAT, content=body)).status_code == 200
+        assert (await api.post(CHAT, content=b"\xef\xbb\xbf" + body)).status_code == 400
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, "/tokenize", "/v1/messages", "/api/chat", "/v1/conversations"])
+async def test_a_body_may_be_compressed(http: Http, path: str) -> None:
+    body = {
+        **BODIES, "/tokenize": {"prompt": "hello"}, "/v1/messages": {**HELLO, "max_tokens": 5},
+        "/api/chat": {**HELLO, "model": "tiny"}, "/v1/conversations": {"metadata": {"topic": "sails"}},
+    }[path]  # fmt: skip
+    plain = json.dumps(body).encode()
+    async with http(max_body_mb=0.01) as api:
+        for encoding, sent, status in (
+            ("gzip", gzip.compress(plain), 200),
+            ("deflate", zlib.compress(plain), 200),
+            ("identity", plain, 200),
+            ("br", plain, 415),
+            ("gzip", plain, 400),
+            ("gzip", gzip.compress(plain + b" " * 10_000), 413),
+        ):
+            answer = await api.post(path, content=sent, headers={"content-encoding": encoding})
+            assert answer.status_code == status, (encoding, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"truncation": "maybe"}, "truncation is 'maybe'; it must be one of auto, disabled"),
+        (RESPONSES, {"include": ["bogus"]}, "include[0] is 'bogus'; it must be one of "),
+        (RESPONSES, {"text": {"verbosity": "no"}}, "text.verbosity is 'no'; it must be one of high, low, medium"),
+        (TUNE, {"hyperparameters": {"n_epochs": "many"}}, ".n_epochs is 'many'; it must be auto or an integer"),
+    ],
+)
+async def test_a_value_that_is_not_in_a_list_is_refused_with_the_list(
+    http: Http, path: str, body: Any, message: str
+) -> None:
+    assert message in (await refused(http, path, body))["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ('{"temperature": 1e999}', "Number out of range"),
+        ("{", "truncated"),
+    ],
+)
+async def test_a_body_that_is_not_json_is_refused_with_its_fault_alone(http: Http, body: str, fault: str) -> None:
+    async with http() as api:
+        answer = await api.post(CHAT, content=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith("the body is not JSON that can be read: ") and message.endswith(fault)

@@ -69,3 +69,34 @@ def test_a_begun_answer_is_continued(serving: Serving) -> None:
         )
     assert rest.choices[0].message.content
     assert rest.model_extra and rest.model_extra["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("route", ["completions", "chat.completions"])
+def test_a_choice_says_which_stop_string_or_token_ended_it(serving: Serving, route: str) -> None:
+    given = {"prompt": "Once upon a time"}
+    if route == "chat.completions":
+        given = {"messages": [{"role": "user", "content": "What is 2 plus 2?"}], "store": True}
+
+    with serving.client() as client:
+        create = (client.completions if route == "completions" else client.chat.completions).create
+
+        def ends(**more: Any) -> list[Any]:
+            asked = {"model": MODEL, "max_tokens": 24, "temperature": 0, **given, **more}
+            whole = create(**asked)
+            streamed = list(create(**asked, stream=True))
+            chunks = [chunk.choices[0].model_dump() for chunk in streamed]
+            last = next(choice for choice in chunks if choice["finish_reason"])
+            assert not any("stop_reason" in choice for choice in chunks if choice is not last)
+            found = [whole.choices[0].model_dump(), last]
+            if route == "chat.completions":
+                stored = [client.chat.completions.retrieve(answer.id) for answer in (whole, streamed[0])]
+                found += [kept.choices[0].model_dump() for kept in stored]
+            return [choice.get("stop_reason", "none") for choice in found]
+
+        each, word = (2, "w") if route == "completions" else (4, "2")
+        ids = create(**given, model=MODEL, max_tokens=24, temperature=0, extra_body={"return_token_ids": True})
+        third = ids.choices[0].token_ids[2]
+        assert ends(stop=["zzz", word]) == [word] * each
+        assert ends(stop="zzz", extra_body={"stop_token_ids": [5, third]}) == [third] * each
+        assert ends(stop="zzz", max_tokens=2) == ends(stop="zzz") == [None] * each
+        assert ends() == ["none"] * each

@@ -127,9 +127,9 @@ def _rules(text: str) -> dict[str, Pieces]:
             return rules
         name, define = tokens[at], tokens[at + 1]
         if name.kind != "name":
-            raise _mistake(text, name, "the name of a rule must stand")
+            raise _mistake(text, name, "the name of a rule is expected")
         if define.kind != "define":
-            raise _mistake(text, define, "::= must stand")
+            raise _mistake(text, define, "::= is expected")
         rules[name.text], at = _body(text, tokens, _after_lines(tokens, at + 2))
 
 
@@ -166,7 +166,7 @@ def _body(text: str, tokens: list[_Token], at: int) -> tuple[Pieces, int]:
             case "times", times if group.open:
                 group.repeat(re.sub(r"\s", "", times))
             case _:
-                raise _mistake(text, token, "part of a rule must stand")
+                raise _mistake(text, token, "part of a rule is expected")
 
 
 def _parenthesized(pieces: Pieces) -> Pieces:
@@ -198,7 +198,7 @@ def _tokens(text: str) -> list[_Token]:
     found, at = list[_Token](), 0
     while at < len(text):
         if (match := _TOKEN.match(text, at)) is None or match.lastgroup is None:
-            raise _mistake(text, _Token("", text[at], at), "part of a rule must stand")
+            raise _mistake(text, _Token("", text[at], at), "part of a rule is expected")
         if match.lastgroup != "space":
             found.append(_Token(match.lastgroup, match[0], at))
         at = match.end()
@@ -222,7 +222,7 @@ def _unescaped(characters: str, text: str, token: _Token) -> str:
                 return chr(number)
         elif code in _LETTERS:
             return _LETTERS[code]
-        raise _mistake(text, token, f"\\{code[:9]} is no character; an escape of one must stand")
+        raise _mistake(text, token, f"\\{code[:9]} is no character; an escape of one is expected")
 
     return _ESCAPE.sub(character, characters)
 
@@ -234,7 +234,7 @@ def _character_set(characters: str, text: str, token: _Token) -> str:
         found.append("^")
         at = 1
     if at == len(inner):
-        raise _mistake(text, token, "a set with characters must stand")
+        raise _mistake(text, token, "a set with characters is expected")
     for part in re.finditer(_ESCAPE.pattern + "|.", inner[at:], re.DOTALL):
         character = _unescaped(part[0], text, token)
         plain = len(part[0]) == 1 and (character.isalnum() or character == "-")
@@ -244,4 +244,4 @@ def _character_set(characters: str, text: str, token: _Token) -> str:
 
 def _mistake(text: str, token: _Token, expected: str) -> ValueError:
     line, before = text.count("\n", 0, token.at) + 1, text[max(0, token.at - 20) : token.at]
-    return ValueError(f"line {line}, behind {before!r}: {expected}, not {token.text[:20]!r}")
+    return ValueError(f"line {line}, after {before!r}: {expected}, not {token.text[:20]!r}")

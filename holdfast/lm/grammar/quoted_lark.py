@@ -131,7 +131,7 @@ class _Rewriting:
         if what is not None:
             raise _unsupported(first, f"{what} of {name[:40]}")
         if following.text != ":":
-            raise _mistake(following, ": must stand")
+            raise _mistake(following, ": is expected")
         self._define(self._rules if name.lower() == name else self._terminals, first, name, rest[1:])
 
     def _define(self, where: dict[str, list[_Token]], token: _Token, name: str, tokens: list[_Token]) -> None:
@@ -209,7 +209,7 @@ class _Rewriting:
         """Read an expression of terminals."""
         node, at = self._choice(tokens, 0, 0)
         if at < len(tokens):
-            raise _mistake(tokens[at], "part of a terminal must stand")
+            raise _mistake(tokens[at], "part of a terminal is expected")
         return node
 
     def _choice(self, tokens: list[_Token], at: int, depth: int) -> tuple[Node, int]:
@@ -249,7 +249,7 @@ class _Rewriting:
             return node, at
         last = tokens[at + 1] if at + 1 < len(tokens) else tokens[at]
         if {token.kind, last.kind} != {"text"} or (len(first := _literal(token)), len(end := _literal(last))) != (1, 1):
-            raise _mistake(last, "one character must stand on each side of ..")
+            raise _mistake(last, "one character is expected on each side of ..")
         return _at(token, lambda: read_range(first, end)), at + 2
 
     def _terminal(self, token: _Token) -> Node:
@@ -293,7 +293,7 @@ def _repeated(node: Node, tokens: list[_Token], at: int) -> tuple[Node, int]:
         case _:
             return node, at
     if found not in "*+?" and not re.fullmatch(r"\{(?:[0-9]{1,9}(?:,[0-9]{0,9})?|,[0-9]{1,9})\}", found):
-        raise _mistake(tokens[at], "a repetition such as {2,3} must stand")
+        raise _mistake(tokens[at], "a repetition such as {2,3} is expected")
     return _at(tokens[at], lambda: repeated(node, *counts(found))), at + size
 
 

@@ -20,6 +20,7 @@ from holdfast.server.conversations.values import Item
 from holdfast.server.formats.custom import input_arguments
 from holdfast.server.protocol import (
     MAX_MESSAGES,
+    REFUSAL,
     ROLES,
     check_arguments,
     check_items,
@@ -266,7 +267,8 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
         case "message":
             role = checked_role(item, name)
             refuse_extra(item, ITEM_FIELDS, name)
-            return new_item(role, *text_parts(item.get("content"), f"{name}.content", TEXT_KINDS))
+            kinds = (*TEXT_KINDS, REFUSAL) if role == "assistant" else TEXT_KINDS
+            return new_item(role, *text_parts(item.get("content"), f"{name}.content", kinds))
         case "function_call":
             refuse_extra(item, CALL_FIELDS, name)
             called, call_id = (_string(item, field, name) for field in ("name", "call_id"))

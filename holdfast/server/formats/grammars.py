@@ -101,7 +101,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments: an object, without further properties unless the tool allows them."""
     schema = dict(tool.schema)
     schema.setdefault("type", "object")
-    if schema.get("properties") and not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys():
+    if "properties" in schema and not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys():
         schema.setdefault("additionalProperties", False)
     return schema
 

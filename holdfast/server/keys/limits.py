@@ -12,8 +12,6 @@ from holdfast.server.protocol import ApiError
 MINUTE = 60.0
 BUCKETS = {"requests": "requests_per_minute", "tokens": "tokens_per_minute"}
 """Field of `Limits` by the name of its bucket. The names are those of OpenAI's headers."""
-NO_RETRY = {"x-should-retry": "false"}
-"""Header that keeps OpenAI's clients from sending a refused request again at once."""
 
 
 class Bucket:
@@ -100,7 +98,7 @@ class Account:
         spent = limits.budget_tokens is not None and self.spent + self.reserved >= limits.budget_tokens
         if spent and tokens is not None:
             reason = f"this API key has used its budget of {limits.budget_tokens} tokens for this month"
-            raise ApiError(reason, status=429, code="insufficient_quota")
+            raise ApiError(reason, status=429, code="insufficient_quota", final=True)
         if limits.streams is not None and self.in_progress >= limits.streams:
             reason = f"this API key has {self.in_progress} requests in progress, and at most {limits.streams} are taken"
             raise ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded", retry_after=1)

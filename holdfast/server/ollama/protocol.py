@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from holdfast.core.types import MAX_LOGPROBS, MAX_SEED
+from holdfast.core.types import MAX_LOGPROBS
 from holdfast.server.embeddings import EmbeddingRequest
 from holdfast.server.protocol import (
     MAX_MESSAGES,
@@ -17,6 +17,7 @@ from holdfast.server.protocol import (
     ChatRequest,
     CompletionRequest,
     RequestBody,
+    Seed,
     StopString,
     invalid,
     refuse_extra,
@@ -56,7 +57,7 @@ class Options(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=1 << 24)] = -1
     """Maximum number of tokens of the answer; no limit if it is not positive."""

@@ -12,14 +12,14 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.connection import connection_limit
 from holdfast.server.inference.protobufs import HEALTH, SERVICE
 from holdfast.server.keys.accounts import Accounts
-from holdfast.server.keys.limits import NO_RETRY, Charge
+from holdfast.server.keys.limits import Charge
 from holdfast.server.keys.ring import KeyRing
 from holdfast.server.keys.usage_table import Used
 from holdfast.server.keys.values import ADAPTERS, OPERATOR, USE, Key
 from holdfast.server.protocol import ApiError
 from holdfast.server.readiness import ALIVE, READY
 from holdfast.server.replies import RequestUsage
-from holdfast.server.routes.http import JSON
+from holdfast.server.routes.http import JSON, error_body
 from holdfast.server.routes.inference import LIVE as INFERENCE_LIVE
 from holdfast.server.routes.inference import READY as INFERENCE_READY
 from holdfast.server.routes.page import is_page
@@ -180,8 +180,7 @@ class Meter:
         try:
             charge = await self.accounts.admit(key, None if inference else estimated_tokens(scope))
         except ApiError as error:
-            headers = NO_RETRY if error.code == "insufficient_quota" else {}
-            await refuse(error, scope, receive, send, {**self.accounts.headers(key), **headers})
+            await refuse(error, scope, receive, send, self.accounts.headers(key))
             return
 
         computed = True
@@ -231,7 +230,7 @@ async def refuse(
     error: ApiError, scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
 ) -> None:
     """Answer a request with an error in the form of its path's protocol."""
-    await JSON(error.body_for(scope["path"]), error.status, {**error.headers, **(headers or {})})(scope, receive, send)
+    await JSON(error_body(error, scope), error.status, {**error.headers, **(headers or {})})(scope, receive, send)
 
 
 def scopes_for(method: str, path: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from holdfast.server.chats import ChatUpdate, StoredChats
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import item_list
 from holdfast.server.protocol import ChatRequest, parse
-from holdfast.server.routes.http import JSON, described, page, page_query, read_body, tenant_of
+from holdfast.server.routes.http import JSON, described, page, page_query, read_decoded, tenant_of
 
 LABEL = re.compile(r"metadata\[(.{1,64})\]")
 """Query parameter that asks for completions with a value in their metadata."""
@@ -42,7 +42,7 @@ def add_chat_store_routes(app: FastAPI, chats: StoredChats, config: ServerConfig
     @app.post(one, openapi_extra=described(ChatUpdate))
     async def update(request: Request, completion_id: str) -> Response:
         """Replace the metadata of a stored chat completion."""
-        tenant, wanted = tenant_of(request), parse(await read_body(request, config), ChatUpdate)
+        tenant, wanted = tenant_of(request), parse(await read_decoded(request, config), ChatUpdate)
         return JSON(await store.run(lambda store: store.chats.label(tenant, completion_id, wanted.metadata)))
 
     @app.delete(one)

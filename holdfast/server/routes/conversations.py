@@ -20,7 +20,7 @@ from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.values import RUNNING, Turn
 from holdfast.server.conversations.words import query_of
 from holdfast.server.protocol import invalid, parse
-from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
+from holdfast.server.routes.http import JSON, described, page_query, read_decoded, tenant_of
 
 MOST_SEARCHED = 200
 """Maximum number of characters of a search text."""
@@ -58,7 +58,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     async def create(request: Request) -> Response:
         """Create a conversation, with up to 20 items."""
         tenant = tenant_of(request)
-        wanted = parse(await read_body(request, config) or b"{}", ConversationRequest)
+        wanted = parse(await read_decoded(request, config) or b"{}", ConversationRequest)
         first, id = read_items(wanted.items, "items"), new_id("conv")
         return JSON(await store.run(lambda store: store.conversations.create(tenant, id, wanted.metadata, first)))
 
@@ -72,7 +72,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     async def update(request: Request, conversation_id: str) -> Response:
         """Replace a conversation's metadata."""
         tenant = tenant_of(request)
-        wanted = parse(await read_body(request, config), ConversationUpdate)
+        wanted = parse(await read_decoded(request, config), ConversationUpdate)
         found = await store.run(lambda store: store.conversations.update(tenant, conversation_id, wanted.metadata))
         return JSON(found)
 
@@ -95,7 +95,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
     async def warm(request: Request, conversation_id: str) -> dict[str, Any]:
         """Announce a turn: state kept on the host comes back to the device, where that costs nobody anything."""
         tenant = tenant_of(request)
-        wanted = parse(await read_body(request, service.config) or b"{}", WarmRequest)
+        wanted = parse(await read_decoded(request, service.config) or b"{}", WarmRequest)
         adapter = service.adapter_of(wanted.model or service.client.info.model, tenant)
         context = await store.read(lambda store: store.conversations.context(tenant, conversation_id))
         service.client.warm(context.tokens, tenant=tenant, adapter=adapter)
@@ -105,7 +105,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
     async def copy(request: Request) -> Response:
         """Create a conversation from turns that this or another server returned, with all branches."""
         tenant, id = tenant_of(request), new_id("conv")
-        body = await read_body(request, service.config)
+        body = await read_decoded(request, service.config)
 
         def read() -> tuple[CopyRequest, list[Turn], str | None]:
             wanted = parse(body, CopyRequest)
@@ -130,7 +130,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
     async def head(request: Request, conversation_id: str) -> Response:
         """Continue from another turn: after it (`after`), or instead of it (`before`)."""
         tenant = tenant_of(request)
-        wanted = parse(await read_body(request, service.config), HeadRequest)
+        wanted = parse(await read_decoded(request, service.config), HeadRequest)
         response = wanted.after or wanted.before
         if response is None or (wanted.after is not None and wanted.before is not None):
             raise invalid("give either after or before", "after")
@@ -148,7 +148,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
     async def add(request: Request, conversation_id: str) -> Response:
         """Append up to 20 items."""
         tenant = tenant_of(request)
-        wanted = parse(await read_body(request, config), ItemsRequest)
+        wanted = parse(await read_decoded(request, config), ItemsRequest)
         new = read_items(wanted.items, "items")
         async with responses.lock(tenant, conversation_id):
             await store.run(lambda store: store.conversations.add_items(tenant, conversation_id, new))

@@ -22,7 +22,7 @@ from holdfast.server.conversations.store import not_found
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import ApiError, Body, RequestBody, invalid, parse
 from holdfast.server.replies import encode
-from holdfast.server.service import Service
+from holdfast.server.service import LARGE, Service
 
 T = TypeVar("T")
 
@@ -42,6 +42,22 @@ class JSON(Response):
 
     def __init__(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         super().__init__(encode(body), status, headers)
+
+
+VERSION = "anthropic-version"
+"""Header that all clients of Anthropic's API send."""
+
+
+def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """Return an error in the form that the client of a request reads.
+
+    The path says which, except for the routes of models, which clients of OpenAI's and of Anthropic's API share.
+    """
+    path = scope["path"]
+    shared = path == "/v1/models" or path.startswith("/v1/models/")
+    if shared and any(name == VERSION.encode() for name, _ in scope["headers"]):
+        return error.message_body()
+    return error.body_for(path)
 
 
 class EventStream(StreamingResponse):
@@ -155,7 +171,7 @@ def too_large(limit: int) -> ApiError:
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """Read the request's body.
+    """Read the request's body as it was sent.
 
     Raises ApiError: 413 if the body exceeds its limit, 429 if the tenant's bodies exceed theirs, 503 if all bodies do.
     """
@@ -180,10 +196,24 @@ async def read_parsed(
     request: Request, service: Service, shape: type[Body], more: Mapping[str, Any] | None = None
 ) -> Body:
     """Read and parse the request's body, in a thread if it is large. `more` are fields besides. Raises ApiError."""
-    body = await read_body(request, service.config)
-    if len(body) < SMALL:
+    body, encoding = await read_body(request, service.config), encoding_of(request)
+    if len(body) < SMALL and not encoding:
         return parse(body, shape, more)
-    return await service.off_loop(len(body), lambda: parse(body, shape, more))
+
+    def parsed() -> Body:
+        return parse(decompress(body, encoding, service.config), shape, more)
+
+    return await service.off_loop(LARGE if encoding else len(body), parsed)
+
+
+async def read_decoded(request: Request, config: ServerConfig) -> bytes:
+    """Read the request's body, and decode it from its content encoding. Raises ApiError, as the two do."""
+    return decompress(await read_body(request, config), encoding_of(request), config)
+
+
+def encoding_of(request: Request) -> str:
+    """Return the content encoding of a request's body; empty for none."""
+    return request.headers.get("content-encoding", "")
 
 
 def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:

@@ -16,7 +16,9 @@ from holdfast.server.routes.http import (
     compress,
     decompress,
     described,
+    encoding_of,
     read_body,
+    read_decoded,
     tenant_of,
     while_connected,
 )
@@ -57,7 +59,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
     @app.post("/v2/repository/index")
     async def index(request: Request) -> Response:
         """All applications, with their states."""
-        body = decompress(await read_body(request, config), request.headers.get("content-encoding", ""), config)
+        body = await read_decoded(request, config)
         if body:
             parse(body, IndexRequest)
         return JSON(applications.index())
@@ -104,9 +106,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 async def answer(request: Request, app: App, applications: Applications) -> Response:
     """Read a request, run it, and encode its outputs in the requested form. Raises ApiError."""
     config, headers = applications.config, request.headers
-    body = await read_body(request, config)
-
-    encoding = headers.get("content-encoding", "")
+    body, encoding = await read_body(request, config), encoding_of(request)
 
     def read() -> protocol.Wanted:
         return protocol.read_request(decompress(body, encoding, config), headers.get(JSON_LENGTH), app.info)

@@ -27,7 +27,7 @@ from holdfast.server.routes.http import (
     listed,
     page_query,
     query_integer,
-    read_body,
+    read_decoded,
     start_stream,
     tenant_of,
 )  # fmt: skip
@@ -138,7 +138,7 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
     @app.post("/v1/batches", openapi_extra=described(BatchRequest))
     async def create(request: Request) -> Response:
         """Create a batch of requests from an uploaded file. Returns before any of them runs."""
-        wanted = parse(await read_body(request, config), BatchRequest)
+        wanted = parse(await read_decoded(request, config), BatchRequest)
         return JSON((await batches.create(wanted, tenant_of(request), request.state.key)).shown())
 
     @app.get("/v1/batches")
@@ -179,7 +179,7 @@ def add_message_batch_routes(app: FastAPI, batches: MessageBatches, config: Serv
     @app.post(MESSAGE_BATCHES, openapi_extra=body)
     async def create(request: Request) -> Response:
         """Create a batch of messages. Returns before any of them is answered."""
-        body = await read_body(request, config)
+        body = await read_decoded(request, config)
         return JSON(seen(request, await batches.create(body, tenant_of(request), request.state.key)))
 
     @app.get(MESSAGE_BATCHES)
@@ -226,7 +226,7 @@ def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> Non
     @app.post(TUNING, openapi_extra=described(TuningRequest))
     async def create(request: Request) -> Response:
         """Create a tuning job from uploaded examples. Returns before they are read."""
-        wanted = parse(await read_body(request, config), TuningRequest)
+        wanted = parse(await read_decoded(request, config), TuningRequest)
         return JSON((await tuning.create(wanted, tenant_of(request))).shown())
 
     @app.get(TUNING)

@@ -17,13 +17,10 @@ from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.readiness import ALIVE, READY, Readiness
 from holdfast.server.replica_metrics import describe
 from holdfast.server.replies import rfc3339
-from holdfast.server.routes.http import JSON, listed, query_integer, tenant_of
+from holdfast.server.routes.http import JSON, VERSION, listed, query_integer, tenant_of
 from holdfast.server.routes.operators import is_operator
 from holdfast.server.routes.page import index, wants_page
 from holdfast.server.service import Service, trouble
-
-VERSION = "anthropic-version"
-"""Header that all clients of Anthropic's API send."""
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
@@ -55,6 +52,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         }
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)
     @app.head("/v1/models", include_in_schema=False)
     async def models(request: Request) -> dict[str, Any]:
         """The served model and its adapters: those for all keys and those of this key.

@@ -162,7 +162,7 @@ def test_an_escape_is_written_in_one_way() -> None:
         ("start[max_tokens=5]: /a/", "line 1: an attribute of start is not supported"),
         ("start: /a/ }\nTEXT: /b/", "line 1: } closes nothing"),
         ("start: (/a/", "line 1: ( is not closed"),
-        ('start: "ab".."c"', "line 1: one character must stand on each side"),
+        ('start: "ab".."c"', "line 1: one character is expected on each side"),
         ('start: "b".."a"', "line 1: the range 'b' to 'a' is empty"),
         ('start: "\\ud83d"', "half of a surrogate pair"),
         ("start: /(?=a)a/", "line 1: (?=a… is not supported"),

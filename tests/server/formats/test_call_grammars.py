@@ -174,6 +174,29 @@ def test_the_input_of_every_call_follows_the_grammar_of_its_tool(name: str, toke
     text.close()
 
 
+@pytest.mark.parametrize("name", list(SPECIAL))
+def test_a_required_call_of_a_function_without_parameters_has_no_arguments(name: str) -> None:
+    text = text_of(SPECIAL[name])
+    model = Model(text, seed=len(name))
+    tools = (
+        LOOSE,
+        Tool("then", parameters={"type": "object", "properties": {}}),
+        Tool("any", parameters={"type": "object"}),
+    )
+    found: dict[str, set[str]] = {tool.name: set() for tool in tools}
+    for tool in tools:
+        reading = Reading(AnswerFormat.find(text, name), Toolset((tool,), "required", False), {})
+        grammar = reading.constrained(SamplingParams(max_tokens=9)).grammar
+        assert grammar is not None
+        for _ in range(8):
+            if (answer := model.answer(grammar)) is not None:
+                found[tool.name] |= {arguments for _, arguments in read(reading, text, answer)[0]}
+    assert [json.loads(arguments) for arguments in found["now"] | found["then"]] == [{}]
+    if name != "qwen3_coder":  # Without named properties its XML has none.
+        assert found["any"] - {"{}"}
+    text.close()
+
+
 def test_a_named_function_is_the_only_one_that_can_be_called() -> None:
     text = text_of(SPECIAL["hermes"])
     model = Model(text, seed=3)

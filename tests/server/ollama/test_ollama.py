@@ -60,13 +60,14 @@ async def test_options_reach_the_engine(http: Http, client: FakeClient) -> None:
     async with http() as api:
         response = await api.post(CHAT, json={**HELLO, "options": options, "keep_alive": "5m", "format": "json"})
         assert lines_of(response)[-1]["done_reason"] == "length"
-        await api.post(CHAT, json={**HELLO, "options": {"num_predict": -1}})
+        await api.post(CHAT, json={**HELLO, "options": {"num_predict": -1, "seed": -7}})
     params = client.asked[0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (0.5, 7, 0.8, 0.1, 3)
     assert (params.stop, params.max_tokens, params.repetition_penalty) == (("x",), 2, 1.5)
     assert (params.presence_penalty, params.frequency_penalty) == (0.25, 0.75)
     assert params.grammar is not None
     assert client.asked[1].params.max_tokens > 100 and client.asked[1].params.grammar is None
+    assert client.asked[1].params.seed == (1 << 63) - 7
 
 
 async def test_calls_are_whole_and_their_results_find_them(http: Http, client: FakeClient) -> None:

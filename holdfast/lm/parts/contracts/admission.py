@@ -25,6 +25,8 @@ LEAST_STEP = 0.5
 """Share of a promised pace that steps may take, however late tokens were before."""
 TRIES = 4
 """Most bounds that are tried for one contract."""
+SLOW_SECONDS = 1.0
+"""Seconds after which a contract may be asked for again that is refused because steps are slower than their prices."""
 SLACK = 1 - 1e-9
 """Keeps a bound below the times that it must not exceed, whatever is lost to rounding."""
 
@@ -350,6 +352,12 @@ class ContractAdmission:
             predicted = self._predict(replace(alone, prompts=[own]), promise, promise.arrival, factor)
             slow = self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor, least=0.0) is None
             reason = "even an idle engine is slower" if slow else "steps as short as its pace would delay all others"
+            if slow and self._is_kept_beyond_target(alone, promise.arrival, factor):
+                reason = f"steps within the TBT target of {self._target * 1000:g} ms compute too little of its prompt"
+                if self._narrowed(alone, self._widest(alone, 1.0), promise.arrival, 1.0) is not None:
+                    return Refusal(
+                        f"the contract cannot be kept now: {reason}, as slow as steps are", SLOW_SECONDS, predicted
+                    )
             return Refusal(f"the contract can never be kept: {reason}", inf, predicted)
         others = [prompt for index, prompt in enumerate(queue.prompts) if index != place]
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
@@ -363,6 +371,11 @@ class ContractAdmission:
             reason = "accepted requests would be too slow beside it"
             wait = min((other.tokens_left(each) for each, other in self._promises), default=1) * self._promises.bound
         return Refusal(f"the contract cannot be kept now: {reason}", max(0.001, wait), predicted)
+
+    def _is_kept_beyond_target(self, alone: Queue, start: float, factor: float) -> bool:
+        """Whether an idle engine would keep a contract if its steps could be longer than their target."""
+        longest = min(self._full_step(alone, factor), alone.tbt) * SLACK
+        return self._target < longest and self._narrowed(alone, longest, start, factor) is not None
 
     def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
         """The times that the last prompt of a queue could be promised after the others."""

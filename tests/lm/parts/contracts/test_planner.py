@@ -344,3 +344,29 @@ def test_steps_leave_room_for_tokens_as_late_as_those_before():
         world.run()
         longest.append(max(after - at for at, after in pairwise(world.deliveries["stream"][before:])))
     assert longest[1] < longest[0] - 0.005
+
+
+def test_a_contract_that_slow_steps_refuse_within_the_target_can_be_kept_later():
+    shortest = EXACT.step([(1, 1)])
+    paces = {"slow": 9.0, "fast": 1.0}
+    world = World(tbt_target=shortest * 3000, pace=lambda now: paces[name])  # target in ms
+    for name in paces:
+        for number in range(4):
+            world.add(f"{name} {number}", 100, 150)
+            world.run()
+        accepted = world.add(f"{name} contract", 100, 20, Contract(ttft=60.0))
+        assert accepted is (name == "fast")
+    refusal = world.refusals["slow contract"]
+    assert "cannot be kept now" in refusal.reason and "TBT target" in refusal.reason
+    assert 0 < refusal.retry_after < 60
+    world.run()
+    assert world.broken == {}
+
+
+def test_a_refusal_names_the_target_if_steps_within_it_compute_no_prompt():
+    shortest = EXACT.step([(1, 1)])
+    world = World(tbt_target=shortest * 500)  # in ms: half of the shortest step
+    assert not world.add("loose", 300, 20, Contract(ttft=60.0))
+    assert f"the TBT target of {shortest * 500:g} ms" in world.refusals["loose"].reason
+    assert not world.add("tight", 300, 20, Contract(tbt=shortest / 2))
+    assert "even an idle engine is slower" in world.refusals["tight"].reason

@@ -31,10 +31,10 @@ class World:
 
     def __init__(
         self, *, blocks=400, block_size=16, model_len=2048, steps_in_flight=2, budget=256, tile=32, stages=1,
-        snapshots=None, host_blocks=0, copy_seconds=0.0, **config,
+        snapshots=None, host_blocks=0, copy_seconds=0.0, pace=lambda now: 1.0, **config,
     ):  # fmt: skip
         """`snapshots` is the number of kept recurrent states, for a model that has any. A block is copied from the host
-        in `copy_seconds`.
+        in `copy_seconds`. A step that starts at a time t takes `pace(t)` times as long as predicted.
         """
         self.config = EngineConfig(
             model="m", block_size=block_size, steps_in_flight=steps_in_flight, **{"max_sequences": 16, **config}
@@ -48,7 +48,7 @@ class World:
         self.clock = VirtualClock()
         self.scheduler = make_scheduler(self.config, shape, EXACT, stages=stages)
         times = StepTimes(EXACT, pipeline(stages), copy_seconds, BLOCK_BYTES)
-        executor = SimulatedExecutor(times, self.clock)
+        executor = SimulatedExecutor(times, self.clock, pace=pace)
         self.loop = Loop(self.scheduler, executor, steps_in_flight + stages - 1, self.clock)
         self.arrivals, self.contracts = {}, {}
         self.deliveries, self.reasons = {}, {}

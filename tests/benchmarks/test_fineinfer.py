@@ -56,6 +56,25 @@ def test_a_design_breaks_down_at_the_first_rate_above_the_limit():
     assert fineinfer.broken_at(rows[:1]) == "above 1/s"
 
 
+def test_a_latency_starts_to_increase_between_the_rates_around_its_limit():
+    rows = [{"rate": rate, "normalized_latency_ms": value} for rate, value in ((1, 100), (2, 110), (4, 130), (6, 400))]
+    assert fineinfer.starts_at(rows) == "3/s"
+    assert fineinfer.starts_at(rows[:2]) == "above 2/s"
+
+
+def test_a_sweep_compares_each_design_with_what_the_paper_says_of_it():
+    rows = [
+        {"dataset": "Alpaca", "design": design, "assumed": "apart", "rate": rate, "normalized_latency_ms": latency}
+        for design, latencies in (("simple", (100, 900)), ("nopad", (60, 61, 90)))
+        for rate, latency in zip((0.5, 1, 2), latencies, strict=False)
+    ]
+    *_, simple, nopad = fineinfer.sweep_lines(rows)
+    assert simple.startswith("| simple | ") and simple.endswith(
+        "| 100 | 900 | – | 0.51/s | 1/s | breaks down at 0.3/s |"
+    )
+    assert nopad.endswith("| 60 | 61 | 90 | 1.4/s | above 2/s | starts at 4/s |")
+
+
 def test_overhead_is_the_median_of_latency_less_forwards():
     rows = [
         {"design": "simple", "layer": "engine", "prompt": 8, "output": 4, "total": 2.0 + extra, "forward": 1.5,

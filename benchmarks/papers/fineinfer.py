@@ -28,6 +28,7 @@ HTTP of `holdfast serve`.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -166,6 +167,12 @@ ASSUMPTIONS = {
     "slow and longest": Assumption("both: 61 ms, and no answer ends earlier", True, True, forward=SLOW),
     "apart": Assumption("as reserve, and nopad's prompts have forwards of their own (Algorithm 1)", True, apart=True),
     "slow and apart": Assumption("both: 61 ms, and forwards of their own", True, forward=SLOW, apart=True),
+    "40 ms and apart": Assumption(
+        "forwards of their own, of at least 40 ms (fitted to where nopad's latency starts to increase)",
+        True,
+        forward=0.04,
+        apart=True,
+    ),
     "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
     "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),
     "alone": Assumption("one request at a time", alone=True),
@@ -249,11 +256,25 @@ def starts_at(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def sweep(
-    out: Path, datasets: Sequence[str], names: Sequence[str], designs: Sequence[str], rates: Sequence[float]
+    out: Path,
+    datasets: Sequence[str],
+    names: Sequence[str],
+    designs: Sequence[str],
+    rates: Sequence[float],
+    add: bool,
 ) -> None:
-    """Figures 5 to 8: normalized latency at every rate, or at RATES if none is given. Written row by row."""
+    """Figures 5 to 8: normalized latency at every rate, or at RATES if none is given. Written curve by curve.
+
+    With `add`, curves of earlier runs stay, but for those that run again.
+    """
     stem = out / f"fineinfer-sweep-{'' if tuple(names) == SWEPT else 'some-'}simulated"
     rows: list[dict[str, Any]] = []
+    earlier = ""
+    if add and stem.with_suffix(".json").exists():
+        before = json.loads(stem.with_suffix(".json").read_text())
+        earlier = "; ".join(filter(None, (f"{before['command']}, {before['date']}", before.get("earlier"))))
+        again = {(dataset, design, name) for dataset in datasets for design in designs for name in names}
+        rows = [row for row in before["rows"] if (row["dataset"], row["design"], row["assumed"]) not in again]
     for dataset in datasets:
         for design in designs:
             for name in names:
@@ -262,7 +283,7 @@ def sweep(
                     print(dataset, design, name, rate, round(rows[-1]["normalized_latency_ms"]), flush=True)
                     if rows[-1]["normalized_latency_ms"] > 1e3 * BROKEN:
                         break
-                save(stem, rows, sweep_lines(rows))
+                save(stem, rows, sweep_lines(rows), earlier)
     if stem.name == "fineinfer-sweep-simulated":
         draw(rows, stem.with_suffix(".png"))
 
@@ -364,6 +385,7 @@ def main() -> None:
         help="of sweep, load and overhead",
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second of sweep and load")
+    parser.add_argument("--add", action="store_true", help="keep what the file of sweep has of other curves")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the table")
@@ -372,7 +394,7 @@ def main() -> None:
     for what in args.what:
         match what:
             case "sweep":
-                sweep(args.out, args.datasets, args.assumptions or SWEPT, args.designs, args.rates)
+                sweep(args.out, args.datasets, args.assumptions or SWEPT, args.designs, args.rates, args.add)
             case "why":
                 why(args.out, args.datasets, args.assumptions or list(ASSUMPTIONS))
             case "memory":

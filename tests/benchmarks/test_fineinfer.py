@@ -1,5 +1,7 @@
 """FineInfer's managers by simulation: what they reserve bounds the batch. Overhead is latency less forwards."""
 
+import json
+
 import pytest
 
 from benchmarks.papers import fineinfer, fineinfer_runs
@@ -73,6 +75,25 @@ def test_a_sweep_compares_each_design_with_what_the_paper_says_of_it():
         "| 100 | 900 | – | 0.51/s | 1/s | breaks down at 0.3/s |"
     )
     assert nopad.endswith("| 60 | 61 | 90 | 1.4/s | above 2/s | starts at 4/s |")
+
+
+def test_a_sweep_that_adds_keeps_other_curves_and_replaces_its_own(monkeypatch, tmp_path):
+    made = []
+
+    def simulated(dataset, design, rate, name):
+        made.append((dataset, rate, name))
+        about = {"dataset": dataset, "design": design, "assumed": name, "rate": rate}
+        return about | {"normalized_latency_ms": 100.0 * len(made)}
+
+    monkeypatch.setattr(fineinfer, "simulated", simulated)
+    for dataset, name, rate in (("Alpaca", "apart", 1), ("Alpaca", "alone", 1), ("Alpaca", "apart", 2)):
+        fineinfer.sweep(tmp_path, [dataset], [name], ["nopad"], [rate], add=True)
+    kept = json.loads((tmp_path / "fineinfer-sweep-some-simulated.json").read_text())["rows"]
+    assert [(row["assumed"], row["rate"], row["normalized_latency_ms"]) for row in kept] == [
+        ("alone", 1, 200.0), ("apart", 2, 300.0),
+    ]  # fmt: skip
+    fineinfer.sweep(tmp_path, ["Alpaca"], ["apart"], ["nopad"], [1, 2, 3, 4], add=False)
+    assert [rate for _, rate, _ in made[3:]] == [1, 2, 3], "a design runs no further than where it has broken down"
 
 
 def test_overhead_is_the_median_of_latency_less_forwards():

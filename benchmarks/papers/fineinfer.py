@@ -168,10 +168,7 @@ ASSUMPTIONS = {
     "apart": Assumption("as reserve, and nopad's prompts have forwards of their own (Algorithm 1)", True, apart=True),
     "slow and apart": Assumption("both: 61 ms, and forwards of their own", True, forward=SLOW, apart=True),
     "40 ms and apart": Assumption(
-        "forwards of their own, of at least 40 ms (fitted to where nopad's latency starts to increase)",
-        True,
-        forward=0.04,
-        apart=True,
+        "forwards of their own, and each forward takes at least 40 ms", True, forward=0.04, apart=True
     ),
     "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
     "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),

@@ -151,6 +151,7 @@ VARIATIONS = papers.VARIATIONS | {
     "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
     "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
     "later": "ablation: the later version's chunk, 512 tokens, and the rate from its P50 TTFT of stall-free batching",
+    "synchronous": "ablation: one step in flight, as in the authors' engine, so that a prompt joins one step earlier",
     "arxiv-0.4": "ablation: with --replay, arxiv comes at 0.4 requests/s, not at the script's 0.5",
     "8192": "ablation: steps of hybrid-only hold at most 8,192 tokens on both data sets",
     "together": "ablation: a step of hybrid-only holds all prompts that wait, as Orca's does",
@@ -401,6 +402,7 @@ def ablation(
         work = requests(dataset, 128, seed, lengths, replay)
         common: dict[str, Any] = {"max_model_len": DATASETS[dataset].limit + 1, "max_sequences": 128}
         common |= {"prefix_sharing": False, "token_budget": 512 if {"rate", "later"} & set(vary) else 1024}
+        common |= {"steps_in_flight": 1} if "synchronous" in vary else {}
         first_token = (TABLE_4_LATER if "later" in vary else TABLE_4)[dataset]["stall-free"][0]
 
         def at(rate: float, scheduler: Any, common: Any = common, work: Workload = work) -> tuple[float, float]:

@@ -131,10 +131,12 @@ def test_replayed_requests_have_one_order_whatever_the_seed(tmp_path) -> None:
 
 
 def test_a_replayed_ablation_runs_every_scheduler_at_the_rates_of_the_authors_script(monkeypatch, tmp_path) -> None:
-    runs = []
+    runs: list[tuple[str, int, float, bool]] = []
+    flights: set[int] = set()
 
     def served(deployment, config, work, rate, seed, make_policy=None, *, replay=False):
         runs.append((config.scheduler, config.token_budget, rate, replay))
+        flights.add(config.steps_in_flight)
         return {"median_ttft_ms": 1.0, "p99_itl_ms": 1.0}
 
     monkeypatch.setattr(sarathi, "served", served)
@@ -146,7 +148,9 @@ def test_a_replayed_ablation_runs_every_scheduler_at_the_rates_of_the_authors_sc
         *(("stall-free", budget, 0.4, True) for budget in (512, 16385)), ("chunked-only", 512, 0.4, True),
     }  # fmt: skip
     runs.clear()
-    sarathi.ablation(("8192",), 0, path, replay=True)
+    flights.clear()
+    sarathi.ablation(("8192", "synchronous"), 0, path, replay=True)
+    assert flights == {1}
     assert {budget for scheduler, budget, rate, _ in runs if rate == 0.5} == {1024, 8192}
 
 

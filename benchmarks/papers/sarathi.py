@@ -150,7 +150,6 @@ VARIATIONS = papers.VARIATIONS | {
     "slo": "the SLO is 5 and 25 times our own step of 32 decodes at 4k, the paper's rule",
     "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
     "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
-    "later": "ablation: the later version's chunk, 512 tokens, and the rate from its P50 TTFT of stall-free batching",
     "synchronous": "ablation: one step in flight, as in the authors' engine, so that a prompt joins one step earlier",
     "arxiv-0.4": "ablation: with --replay, arxiv comes at 0.4 requests/s, not at the script's 0.5",
     "8192": "ablation: steps of hybrid-only hold at most 8,192 tokens on both data sets",
@@ -401,9 +400,8 @@ def ablation(
     for dataset, systems in TABLE_4.items():
         work = requests(dataset, 128, seed, lengths, replay)
         common: dict[str, Any] = {"max_model_len": DATASETS[dataset].limit + 1, "max_sequences": 128}
-        common |= {"prefix_sharing": False, "token_budget": 512 if {"rate", "later"} & set(vary) else 1024}
+        common |= {"prefix_sharing": False, "token_budget": 512 if "rate" in vary else 1024}
         common |= {"steps_in_flight": 1} if "synchronous" in vary else {}
-        first_token = (TABLE_4_LATER if "later" in vary else TABLE_4)[dataset]["stall-free"][0]
 
         def at(rate: float, scheduler: Any, common: Any = common, work: Workload = work) -> tuple[float, float]:
             options = common | {"scheduler": scheduler}
@@ -419,7 +417,7 @@ def ablation(
             low = high = 0.4 if dataset == ARXIV and "arxiv-0.4" in vary else SCRIPT_RATES[dataset]
         while high / low > 1.02:
             middle = (low * high) ** 0.5
-            if at(middle, "stall-free")[0] < first_token:
+            if at(middle, "stall-free")[0] < systems["stall-free"][0]:
                 low = middle
             else:
                 high = middle

@@ -375,7 +375,9 @@ def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float
     """Serve a setting at a rate. Returns False, without a probe, if too little time is left."""
     dataset, slo, system = key.split()
     limit, window = slo_of(book, slo), window_of(dataset, rate, args.small)
-    if time.monotonic() - args.began + window + 3 > args.budget:
+    if (left := args.budget - (time.monotonic() - args.began)) < window + 3:
+        told = f"{key} at {rate:g}/s is not begun: it takes {window + 3:g} s, and {left:.0f} of the budget are left"
+        print(told, file=sys.stderr, flush=True)
         return False
     sizes: dict[str, Any] = dict(orca_tokens=args.orca_tokens, tp=args.tp, pp=args.pp)
     config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit, **sizes)

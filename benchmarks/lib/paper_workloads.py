@@ -1,11 +1,17 @@
-"""Workloads that only benchmarks draw: Baton's data sets, and conversations of which a share is very long."""
+"""Workloads that only benchmarks draw: Baton's, Sarathi-Serve's as its authors drew them, and long conversations."""
 
 from __future__ import annotations
 
+import csv
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+from pathlib import Path
 
-from holdfast.lab.workloads import SHAREGPT, Conversation, Lengths, Turn, multi_turn
+import numpy as np
+
+from holdfast.lab.workloads import SHAREGPT, Conversation, Lengths, Turn, Workload, multi_turn
 
 LONG, SHORT, SHORTER = (3600, 4400), (36, 400), (36, 200)
 """Shortest and longest of Baton's queries (§5.1): "around 4,000 words", "a few dozen to 400", "a few dozen to 200". A
@@ -49,6 +55,52 @@ def _baton(seed: str, kinds: Sequence[tuple[tuple[int, int], tuple[int, int]]], 
     requests = [Conversation(0.0, (Turn(tokens(prompt), tokens(answer)),)) for prompt, answer in kinds]
     choose.shuffle(requests)
     return requests
+
+
+AUTHORS_SEED = 42
+"""Seed of the lengths and of the arrivals in every run of Sarathi-Serve's authors."""
+LONGEST_GAP = 3.0
+"""Longest time between two arrivals in those runs, as a multiple of the asked mean. It makes the mean 5% shorter."""
+
+
+def sarathi_lengths(path: Path, limit: int) -> list[Conversation]:
+    """The requests of a file of Sarathi-Serve's authors, in its order, all at once; none above `limit` tokens.
+
+    Raises ValueError for a file without the columns num_prefill_tokens and num_decode_tokens.
+    """
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        if missing := {"num_prefill_tokens", "num_decode_tokens"} - set(rows.fieldnames or ()):
+            raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
+        turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+    return [Conversation(0.0, (turn,)) for turn in turns if turn.prompt + turn.output <= limit]
+
+
+def in_authors_order(requests: Sequence[Conversation], count: int) -> list[Conversation]:
+    """The first `count` requests of the authors' draw, all at once. Raises ValueError if there are fewer.
+
+    They shuffle the file by `pandas.DataFrame.sample(frac=1, random_state=42)`, which is this choice
+    (sarathi/benchmark/request_generator/trace_request_length_generator.py, branch osdi-sarathi-serve).
+    """
+    if count > len(requests):
+        raise ValueError(f"count is {count}; there are {len(requests)} requests")
+    order = np.random.RandomState(AUTHORS_SEED).choice(len(requests), len(requests), replace=False)
+    return [requests[at] for at in order[:count]]
+
+
+def authors_arrivals(workload: Workload, rate: float) -> list[Conversation]:
+    """These requests at the arrival times of the authors' runs at `rate` requests per second.
+
+    Times between arrivals are exponential, drawn with one seed at every rate, and none is longer than LONGEST_GAP means
+    (poisson_request_interval_generator.py). Raises ValueError for a rate that is not above 0.
+    """
+    if not rate > 0:
+        raise ValueError(f"rate is {rate}; it must be above 0")
+    choose, now, arriving = random.Random(AUTHORS_SEED), 0.0, []
+    for request in workload:
+        now += min(-log(1.0 - choose.random()), LONGEST_GAP) / rate
+        arriving.append(replace(request, arrival=now))
+    return arriving
 
 
 def skewed(count: int, think: float, seed: int, *, long_share: float = 0.08) -> list[Conversation]:

@@ -28,10 +28,12 @@ HTTP of `holdfast serve`.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ SLOW = 0.061
 LAYERS = ("engine", "server", "cli")
 LONGEST = 1024
 DATASETS = {"ShareGPT": (161.31, 337.99, 4.7, 0.24, 2.0), "Alpaca": (19.31, 58.45, 4.5, 0.3, 4.0)}
-"""Mean tokens in and out; the paper's ratio of batches; the rates at which its Simple and its Nopad break down."""
+"""Mean tokens in and out; the paper's ratio of batches; requests per second at which the latency of its Simple
+increases "severely", and at which that of its Nopad "only starts increasing" (§4.2)."""
 SIGMA = 1.0
 """Standard deviation of the logarithm of lengths. The paper states none."""
 RATES = {
@@ -67,6 +70,8 @@ RATES = {
     "Alpaca": (0.3, 1.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0, 25.0, 30.0),
 }
 """Requests per second. A design runs up to the first rate at which it has broken down."""
+LOADS = (0.5, 1.0, 2.0)
+"""Requests per second of `load`."""
 MINUTES = 15
 """Minutes of arrivals, as in §4.1."""
 FULL = 20_000
@@ -77,6 +82,8 @@ ACTIVATIONS = 5e8
 """Bytes of a step's activations in either design, without logits."""
 BROKEN = 0.5
 """Normalized latency, in seconds per token, from which a design has broken down."""
+STARTED = 1.2
+"""Normalized latency over the one at the lowest rate from which it has started to increase."""
 
 
 def requests(dataset: str, count: int) -> list[Conversation]:
@@ -160,6 +167,9 @@ ASSUMPTIONS = {
     "slow and longest": Assumption("both: 61 ms, and no answer ends earlier", True, True, forward=SLOW),
     "apart": Assumption("as reserve, and nopad's prompts have forwards of their own (Algorithm 1)", True, apart=True),
     "slow and apart": Assumption("both: 61 ms, and forwards of their own", True, forward=SLOW, apart=True),
+    "40 ms and apart": Assumption(
+        "forwards of their own, and each forward takes at least 40 ms", True, forward=0.04, apart=True
+    ),
     "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
     "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),
     "alone": Assumption("one request at a time", alone=True),
@@ -231,34 +241,69 @@ def broken_at(rows: Sequence[dict[str, Any]]) -> str:
     return f"{broken:g}/s" if broken else f"above {rows[-1]['rate']:g}/s"
 
 
-def sweep(out: Path, datasets: Sequence[str]) -> None:
-    """Figures 5 to 8: normalized latency at every rate. Written row by row."""
+def starts_at(rows: Sequence[dict[str, Any]]) -> str:
+    """The rate at which the latency is `STARTED` times that of the first row, between two rows, in words."""
+    limit = STARTED * rows[0]["normalized_latency_ms"]
+    for before, row in pairwise(rows):
+        low, high = before["normalized_latency_ms"], row["normalized_latency_ms"]
+        if high >= limit:
+            rate = before["rate"] + (row["rate"] - before["rate"]) * (limit - low) / (high - low)
+            return f"{rate:.2g}/s"
+    return f"above {rows[-1]['rate']:g}/s"
+
+
+def sweep(
+    out: Path,
+    datasets: Sequence[str],
+    names: Sequence[str],
+    designs: Sequence[str],
+    rates: Sequence[float],
+    add: bool,
+) -> None:
+    """Figures 5 to 8: normalized latency at every rate, or at RATES if none is given. Written curve by curve.
+
+    With `add`, curves of earlier runs stay, but for those that run again.
+    """
+    stem = out / f"fineinfer-sweep-{'' if tuple(names) == SWEPT else 'some-'}simulated"
     rows: list[dict[str, Any]] = []
-    lines = ["Normalized latency, ms a token; 1,024 new tokens are reserved for each request, or what it generates."]
+    earlier = ""
+    if add and stem.with_suffix(".json").exists():
+        before = json.loads(stem.with_suffix(".json").read_text())
+        earlier = "; ".join(filter(None, (f"{before['command']}, {before['date']}", before.get("earlier"))))
+        again = {(dataset, design, name) for dataset in datasets for design in designs for name in names}
+        rows = [row for row in before["rows"] if (row["dataset"], row["design"], row["assumed"]) not in again]
     for dataset in datasets:
-        rates = RATES[dataset]
-        lines += [
-            "",
-            f"| {dataset} | reserved | " + " | ".join(f"{rate:g}/s" for rate in rates) + " | breaks down at | paper |",
-        ]
-        lines.append("|---|---|" + "---|" * (len(rates) + 2))
-        for at, design in enumerate(("simple", "nopad")):
-            for name in SWEPT:
-                own: list[dict[str, Any]] = []
-                for rate in rates:
-                    own.append(simulated(dataset, design, rate, name))
-                    print(dataset, design, name, rate, round(own[-1]["normalized_latency_ms"]), flush=True)
-                    if own[-1]["normalized_latency_ms"] > 1e3 * BROKEN:
+        for design in designs:
+            for name in names:
+                for rate in rates or RATES[dataset]:
+                    rows.append(simulated(dataset, design, rate, name))
+                    print(dataset, design, name, rate, round(rows[-1]["normalized_latency_ms"]), flush=True)
+                    if rows[-1]["normalized_latency_ms"] > 1e3 * BROKEN:
                         break
-                said = [f"{row['normalized_latency_ms']:,.0f}" for row in own]
-                reserved = "1,024" if ASSUMPTIONS[name].reserve else "what is generated"
-                lines.append(
-                    f"| {design} | {reserved} | " + " | ".join(said + ["–"] * (len(rates) - len(said)))
-                    + f" | {broken_at(own)} | {DATASETS[dataset][3 + at]:g}/s |"
-                )  # fmt: skip
-                rows += own
-                save(out / "fineinfer-sweep-simulated", rows, lines)
-    draw(rows, out / "fineinfer-sweep-simulated.png")
+                save(stem, rows, sweep_lines(rows), earlier)
+    if stem.name == "fineinfer-sweep-simulated":
+        draw(rows, stem.with_suffix(".png"))
+
+
+def sweep_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A table for each data set: latencies by rate, where they start to increase, and where the design breaks down.
+
+    The paper gives the rate at which Simple's latency increases severely, and the one at which Nopad's starts to.
+    """
+    lines = ["Normalized latency, ms a token."]
+    for dataset in {row["dataset"]: None for row in rows}:
+        own = [row for row in rows if row["dataset"] == dataset]
+        rates = sorted({row["rate"] for row in own})
+        heads = [dataset, "assumed", *(f"{rate:g}/s" for rate in rates), "starts to increase at", "breaks down at"]
+        lines += ["", f"| {' | '.join([*heads, 'the paper'])} |", "|---" * (len(heads) + 1) + "|"]
+        for design, name in {(row["design"], row["assumed"]): None for row in own}:
+            same = [row for row in own if (row["design"], row["assumed"]) == (design, name)]
+            by_rate = {row["rate"]: f"{row['normalized_latency_ms']:,.0f}" for row in same}
+            cells = [design, ASSUMPTIONS[name].about, *(by_rate.get(rate, "–") for rate in rates)]
+            paper = DATASETS[dataset][3 + (design == "nopad")]
+            said = f"starts at {paper:g}/s" if design == "nopad" else f"breaks down at {paper:g}/s"
+            lines.append(f"| {' | '.join([*cells, starts_at(same), broken_at(same), said])} |")
+    return lines
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -300,8 +345,8 @@ def why(out: Path, datasets: Sequence[str], names: Sequence[str]) -> None:
             )
             save(stem, rows, lines)
         lines.append(
-            f"| {dataset} | the paper: breaks down at | {paper[0]:g} | {paper[1]:g} | {paper[1] / paper[0]:.1f} "
-            f"| – | – | {ratio} |"
+            f"| {dataset} | the paper: latency increases severely (simple), starts to increase (nopad) "
+            f"| {paper[0]:g} | {paper[1]:g} | {paper[1] / paper[0]:.1f} | – | – | {ratio} |"
         )
     save(stem, rows, lines)
 
@@ -324,15 +369,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("sweep", "why", "memory", "load", "overhead"))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
-    parser.add_argument("--assumptions", nargs="+", choices=ASSUMPTIONS, default=list(ASSUMPTIONS), help="of why")
+    parser.add_argument("--assumptions", nargs="+", choices=ASSUMPTIONS, help="of why (all) and sweep (known, reserve)")
     parser.add_argument("--tiny", action="store_true", help="the built-in model, for a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
     parser.add_argument("--lengths", nargs="+", default=["256,128", "1024,1024"], help="of overhead: prompt,answer")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="of overhead")
     parser.add_argument(
-        "--designs", nargs="+", choices=("simple", "nopad"), default=["simple", "nopad"], help="of load and overhead"
+        "--designs",
+        nargs="+",
+        choices=("simple", "nopad"),
+        default=["simple", "nopad"],
+        help="of sweep, load and overhead",
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second of sweep and load")
+    parser.add_argument("--add", action="store_true", help="keep what the file of sweep has of other curves")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the table")
@@ -341,16 +391,16 @@ def main() -> None:
     for what in args.what:
         match what:
             case "sweep":
-                sweep(args.out, args.datasets)
+                sweep(args.out, args.datasets, args.assumptions or SWEPT, args.designs, args.rates, args.add)
             case "why":
-                why(args.out, args.datasets, args.assumptions)
+                why(args.out, args.datasets, args.assumptions or list(ASSUMPTIONS))
             case "memory":
                 memory(args.out)
             case "load":
                 from benchmarks.papers.fineinfer_runs import load
 
                 load(
-                    args.out, datasets=args.datasets, designs=args.designs, rates=args.rates, tiny=args.tiny,
+                    args.out, datasets=args.datasets, designs=args.designs, rates=args.rates or LOADS, tiny=args.tiny,
                     seconds=args.seconds, limit=args.limit,
                 )  # fmt: skip
             case "overhead":

@@ -423,21 +423,24 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
     drawing, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     for place, axis in enumerate(axes.flat):
         axis.set_visible(place < len(panels))
+    colours: dict[str, str] = {}
     for axis, (figure, model, dataset) in zip(axes.flat, panels, strict=False):
         for task in FIGURES[figure]:
             if (task.model, task.dataset) == (model, dataset) and task in found:
                 label = task.system if figure != 15 else f"{task.system}, {task.think:g} s"
                 rates, latencies = ([run[name] for run in found[task]] for name in ("asked_rate", LATENCY))
                 style = "--" if task.system == "vLLM" else "-"
-                axis.plot(rates, latencies, style, marker="o", markersize=3, label=label)
+                colour = colours.setdefault(label, f"C{len(colours)}")  # one for each curve's name in all panels
+                axis.plot(rates, latencies, style, color=colour, marker="o", markersize=3, label=label)
         axis.axhline(LIMIT, color="#999999", linewidth=0.8, linestyle=":")
         axis.set_ylim(0, 2.2 * LIMIT)
         name = "3.15 of the thesis" if figure == 315 else figure
         axis.set_title(f"Figure {name}: {model},\n{dataset}", fontsize=9)
         axis.set_xlabel("requests/s")
-        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(panels) == 1 else {}
-        axis.legend(frameon=False, fontsize=7, **beside)
         axis.spines[["top", "right"]].set_visible(False)
+    named = {name: line for axis in axes.flat for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    place = "outside right center" if len(panels) == 1 else "outside upper center"
+    drawing.legend(named.values(), named.keys(), loc=place, ncols=1 if len(panels) == 1 else len(named), frameon=False)
     for line in axes:
         line[0].set_ylabel("normalized latency, ms a token")
     drawing.savefig(path, dpi=110)

@@ -216,6 +216,7 @@ def plot_lengths(rows: list[dict[str, Any]], path: Path) -> None:
 def plot(part: str, rows: list[dict[str, Any]], path: Path) -> None:
     """The figure, drawn as in the paper."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MultipleLocator, StrMethodFormatter
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, (model, device) in zip(axes, DEPLOYED, strict=True):
@@ -229,6 +230,8 @@ def plot(part: str, rows: list[dict[str, Any]], path: Path) -> None:
         else:
             axis.plot([row["context"] for row in of], [row["ratio"] for row in of], marker="o")
             axis.set(xlabel="tokens of context", ylabel="attention / the rest", title=f"{model} on {device}")
+        axis.xaxis.set_major_locator(MultipleLocator(4000))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

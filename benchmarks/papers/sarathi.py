@@ -5,6 +5,7 @@ Run: python -m benchmarks.papers.sarathi checks | joining | bubbles | knee [--pr
                                          [--processes 2] [--vary NAME ...]
      python -m benchmarks.papers.sarathi ablation
      python -m benchmarks.papers.sarathi vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
+                                         [--replay] [--systems orca vllm sarathi]
 
 Holdfast's own schedulers run over its own memory on a virtual clock. None of the devices was at hand: profiles are
 derived from data sheets (holdfast/lab/simulator/deployment.py), and `checks` compares the derived times with every time
@@ -17,13 +18,17 @@ from the paper's. Capacities are then of openchat_sharegpt4, where all ratios in
 authors' runs are in github.com/microsoft/sarathi-serve, branch osdi-sarathi-serve, folder osdi-experiments. The lengths
 of their requests are in branch niyama_asplos2026,
 data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv; `--lengths` takes that file in place of the
-distribution fitted to Table 2. Each call adds its rows to benchmarks/papers/results/sarathi-varied.json.
+distribution fitted to Table 2. `--replay` takes the requests in the order and at the arrival times of the authors' own
+runs, which have one seed; `vary-capacity` then ends each run after 30 minutes and `vary-ablation` takes their rates, as
+their scripts do. The lengths of arxiv_summarization are not published, so these stay fitted. Each call adds its rows to
+benchmarks/papers/results/sarathi-varied.json.
+
+Figures of "the later version" are those of OSDI 2024 (arXiv 2403.02310v3), where the same authors measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import sys
@@ -37,6 +42,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lib import papers
+from benchmarks.lib.paper_workloads import authors_arrivals, in_authors_order, sarathi_lengths
 from benchmarks.lib.papers import LAUNCH_SECONDS
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
@@ -48,7 +54,7 @@ from holdfast.lab.simulator.deployment import Deployment, deploy, derive
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
-from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lab.workloads import DATASETS, Workload
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
@@ -104,11 +110,29 @@ PAPER = {  # all figures in the text; the bars of Figures 9 and 10 are not among
 }
 PAPER_BEST = {"Mistral-7B": 2.6, "Yi-34B": 2.8, "Falcon-180B": 6.9}
 """Largest gain over vLLM or Orca on any data set and SLO (§1)."""
+LATER = {
+    ("Mistral-7B", SHAREGPT, "strict", "vllm"): 3.5,  # Figure 12
+    ("Yi-34B", SHAREGPT, "strict", "orca"): 4.0,
+    ("Yi-34B", SHAREGPT, "strict", "vllm"): 3.7,
+    ("Yi-34B", SHAREGPT, "relaxed", "vllm"): 1.65,  # Figure 12
+    ("Falcon-180B", SHAREGPT, "strict", "vllm"): 3.6,  # Figure 13
+    ("Falcon-180B", SHAREGPT, "relaxed", "vllm"): 1.48,  # Figure 13
+}
+"""All ratios in the text of the later version that name a model, an SLO and a baseline (§5.1 to §5.3)."""
 TABLE_4 = {
     SHAREGPT: {"hybrid-only": (0.56, 1.08), "chunked-only": (1.04, 0.34), "stall-free": (0.85, 0.29)},
     ARXIV: {"hybrid-only": (4.18, 1.76), "chunked-only": (4.86, 0.38), "stall-free": (3.03, 0.35)},
 }
 """P50 TTFT and P99 TBT in seconds."""
+TABLE_4_LATER = {
+    SHAREGPT: {"hybrid-only": (0.53, 0.68), "chunked-only": (1.04, 0.17), "stall-free": (0.76, 0.14)},
+    ARXIV: {"hybrid-only": (3.78, 1.38), "chunked-only": (5.38, 0.20), "stall-free": (3.90, 0.17)},
+}
+"""Table 4 of the later version, whose script has chunks of 512 tokens (osdi-experiments/table-6)."""
+SCRIPT_RATES = {SHAREGPT: 1.0, ARXIV: 0.5}
+"""Requests per second in that script."""
+TIME_LIMIT = 1800.0
+"""Seconds after which the authors end a run of a capacity search."""
 SYSTEMS = {
     "orca": "Orca",
     "vllm": "vLLM",
@@ -126,12 +150,15 @@ VARIATIONS = papers.VARIATIONS | {
     "slo": "the SLO is 5 and 25 times our own step of 32 decodes at 4k, the paper's rule",
     "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
     "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
+    "synchronous": "ablation: one step in flight, as in the authors' engine, so that a prompt joins one step earlier",
+    "arxiv-0.4": "ablation: with --replay, arxiv comes at 0.4 requests/s, not at the script's 0.5",
+    "8192": "ablation: steps of hybrid-only hold at most 8,192 tokens on both data sets",
     "together": "ablation: a step of hybrid-only holds all prompts that wait, as Orca's does",
     "whole": "ablation: hybrid-only is stall-free with a budget of the longest length, as in the authors' script",
 }
 NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Mistral-7B/relaxed", "LLaMA2-70B/strict",
          "LLaMA2-70B/relaxed", "Falcon-180B/strict", "Falcon-180B/relaxed")  # fmt: skip
-SAME_SET_UP = ("setting", "vary", "lengths", "requests", "seed")
+SAME_SET_UP = ("setting", "vary", "lengths", "requests", "seed", "replay")
 """Keys in which a later row must agree with an earlier one to replace it."""
 
 
@@ -159,14 +186,15 @@ def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineCo
     return EngineConfig(**common, token_budget=int(system.removeprefix("fixed-")))
 
 
-def requests(dataset: str, count: int, seed: int, lengths: Path | None = None) -> Workload:
-    """Requests of a data set. For sharegpt they come from the file if there is one, in an order drawn by `seed`."""
+def requests(dataset: str, count: int, seed: int, lengths: Path | None = None, replay: bool = False) -> Workload:
+    """Requests of a data set. For sharegpt they come from the file if there is one.
+
+    Their order is drawn by `seed`, or is the authors' with `replay`.
+    """
     if lengths is None or dataset != SHAREGPT:
         return workloads.sample_dataset(dataset, count, seed)
-    with lengths.open(newline="") as file:
-        turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in csv.DictReader(file)]
-    turns = [turn for turn in turns if turn.prompt + turn.output <= DATASETS[dataset].limit]
-    return [Conversation(0.0, (turn,)) for turn in random.Random(seed).sample(turns, count)]
+    found = sarathi_lengths(lengths, DATASETS[dataset].limit)
+    return in_authors_order(found, count) if replay else random.Random(seed).sample(found, count)
 
 
 class Unbalanced(PipelineLatencyTarget):
@@ -240,12 +268,15 @@ def served(
     rate: float,
     seed: int,
     make_policy: Callable[[EngineShape], Policy] | None = None,
+    *,
+    replay: bool = False,
+    until: float = inf,
 ) -> dict[str, Any]:
-    """The figures of one simulated run."""
+    """The figures of one simulated run that ends at `until` seconds. With `replay`, arrivals are the authors'."""
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
-    arriving = workloads.gamma_arrivals(work, rate, seed)
-    outcome = simulate(config, profile, arriving, pipeline=deployment.pipeline, make_policy=make_policy)
+    arriving = authors_arrivals(work, rate) if replay else workloads.gamma_arrivals(work, rate, seed)
+    outcome = simulate(config, profile, arriving, pipeline=deployment.pipeline, make_policy=make_policy, until=until)
     return summary(outcome.records)
 
 
@@ -262,11 +293,12 @@ class Search(NamedTuple):
     vary: tuple[str, ...] = ()
     seed: int = 0
     lengths: Path | None = None
+    replay: bool = False
 
 
 def capacity_of(search: Search) -> tuple[Search, float]:
     """The search, and the requests per second that it finds."""
-    name, dataset, slo, system, count, close, vary, seed, lengths = search
+    name, dataset, slo, system, count, close, vary, seed, lengths, replay = search
     deployment, setting = deployed(name, vary), SETTINGS[name]
     limit = setting.limit(slo)
     if "slo" in vary:
@@ -277,10 +309,11 @@ def capacity_of(search: Search) -> tuple[Search, float]:
         config = replace(config, max_sequences=most)
     if "headroom" in vary:
         config = replace(config, headroom=0.01)
-    work = requests(dataset, count, seed, lengths)
+    work, until = requests(dataset, count, seed, lengths, replay), TIME_LIMIT if replay else inf
     found = find_capacity(
-        lambda rate: served(deployment, config, work, rate, seed), limit * 1000, start=setting.start, tolerance=close
-    )
+        lambda rate: served(deployment, config, work, rate, seed, replay=replay, until=until),
+        limit * 1000, start=setting.start, tolerance=close,
+    )  # fmt: skip
     print(f"  {name} {dataset} {slo} {system} {' '.join(vary)}: {found:.3g}", file=sys.stderr, flush=True)
     return search, found
 
@@ -355,28 +388,33 @@ def show_capacity(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def ablation(vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = None) -> dict[str, Any]:
+def ablation(
+    vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = None, replay: bool = False
+) -> dict[str, Any]:
     """Table 4: P50 TTFT and P99 TBT in seconds by data set and scheduler, and the rates.
 
-    The paper gives no rate. For each data set it is the one at which stall-free batching has the paper's P50 TTFT.
+    The paper gives no rate. For each data set it is the one at which stall-free batching has the paper's P50 TTFT; with
+    `replay` it is the authors'.
     """
     deployment, cells, rates = deployed("Yi-34B", vary), {}, {}
     for dataset, systems in TABLE_4.items():
-        work = requests(dataset, 128, seed, lengths)
+        work = requests(dataset, 128, seed, lengths, replay)
         common: dict[str, Any] = {"max_model_len": DATASETS[dataset].limit + 1, "max_sequences": 128}
         common |= {"prefix_sharing": False, "token_budget": 512 if "rate" in vary else 1024}
+        common |= {"steps_in_flight": 1} if "synchronous" in vary else {}
 
         def at(rate: float, scheduler: Any, common: Any = common, work: Workload = work) -> tuple[float, float]:
             options = common | {"scheduler": scheduler}
-            if "whole" in vary and scheduler == "hybrid-only":
-                options |= {"scheduler": "stall-free", "token_budget": common["max_model_len"]}
+            if scheduler == "hybrid-only" and {"whole", "8192"} & set(vary):
+                longest = 8192 if "8192" in vary else common["max_model_len"]
+                options |= {"scheduler": "stall-free", "token_budget": longest}
             unbounded = hybrid_without_bound if "together" in vary and scheduler == "hybrid-only" else None
-            figures = served(deployment, EngineConfig(**options), work, rate, seed, unbounded)
+            figures = served(deployment, EngineConfig(**options), work, rate, seed, unbounded, replay=replay)
             return figures["median_ttft_ms"] / 1000, figures["p99_itl_ms"] / 1000
 
         low, high = 0.05, 4.0
-        if "rate" in vary:
-            low = high = 1.0 if dataset == SHAREGPT else 0.5
+        if replay or "rate" in vary:
+            low = high = 0.4 if dataset == ARXIV and "arxiv-0.4" in vary else SCRIPT_RATES[dataset]
         while high / low > 1.02:
             middle = (low * high) ** 0.5
             if at(middle, "stall-free")[0] < systems["stall-free"][0]:
@@ -409,54 +447,76 @@ def vary(args: argparse.Namespace) -> None:
     kept = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
     kept = {"capacity": [], "ablation": []} | kept
     for seed in args.seeds:
-        row = about | {"vary": args.vary, "lengths": origin_of(args.lengths), "seed": seed}
+        row = about | {"vary": args.vary, "lengths": origin_of(args.lengths), "seed": seed, "replay": args.replay}
         if args.part == "vary-ablation":
-            kept["ablation"].append(row | ablation(varied, seed, args.lengths))
+            kept["ablation"].append(row | ablation(varied, seed, args.lengths, args.replay))
             continue
         for setting in args.settings:
             name, slo = setting.split("/")
             found = {}
             for system in ("orca", "vllm", "sarathi"):
+                if system not in args.systems:
+                    continue
                 run = f"fixed-{SETTINGS[name].budget(slo)}" if system == "sarathi" else system
-                search = Search(name, SHAREGPT, slo, run, args.requests, TOLERANCE, varied, seed, args.lengths)
-                found[system] = capacity_of(search)[1]
+                found[system] = capacity_of(
+                    Search(name, SHAREGPT, slo, run, args.requests, TOLERANCE, varied, seed, args.lengths, args.replay)
+                )[1]
             kept["capacity"].append(row | {"setting": setting, "requests": args.requests, "capacity": found})
     for part, rows in kept.items():
-        kept[part] = list({json.dumps([row.get(name) for name in SAME_SET_UP]): row for row in rows}.values())
+        kept[part] = latest(rows)
     lines = [*show_varied_capacity(kept["capacity"]), "", *show_varied_ablation(kept["ablation"])]
     stem.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
+def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each set-up. Capacities that it lacks come from the earlier row, whose command it then names."""
+    kept: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        key = json.dumps([row.get(name) or None for name in SAME_SET_UP])
+        before = kept.get(key, {})
+        own = row.get("capacity", {})
+        missing = {name: found for name, found in before.get("capacity", {}).items() if name not in own}
+        kept[key] = row
+        if missing:
+            kept[key] = row | {"capacity": missing | own, "earlier": before["command"]}
+    return list(kept.values())
+
+
 def show_varied_capacity(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each setting and variation: the median over seeds, and the range if there are several."""
-    lines = [
-        "| setting | varied | lengths | requests | seeds | Orca | vLLM | Sarathi | /Orca (paper) | /vLLM (paper) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["setting", "varied", "lengths", "requests", "seeds", "Orca", "vLLM", "Sarathi"]
+    heads += ["/Orca (paper)", "/vLLM (paper)"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: NAMED.index(row["setting"])):
-        key = (row["setting"], " + ".join(row["vary"]) or "as ours", row["lengths"], row["requests"])
+        key = (row["setting"], " + ".join(row["vary"]) or "as ours", lengths_of(row), row["requests"])
         alike.setdefault(key, []).append(row["capacity"])
 
     def spread(values: list[float]) -> str:
+        if not values:
+            return "-"
         middle = f"{median(values):.3g}"
         return middle if len(values) == 1 else f"{middle} ({min(values):.3g} to {max(values):.3g})"
 
     for key, found in alike.items():
         name, slo = key[0].split("/")
-        cells = [
-            *map(str, key),
-            str(len(found)),
-            *(spread([at[system] for at in found]) for system in ("orca", "vllm", "sarathi")),
-        ]
+        cells = [*map(str, key), str(len(found))]
+        cells += [spread([at[system] for at in found if system in at]) for system in ("orca", "vllm", "sarathi")]
         for system in ("orca", "vllm"):
-            stated = PAPER.get((name, SHAREGPT, slo, system), PAPER_BEST.get(name, 0.0))
-            at_most = "" if (name, SHAREGPT, slo, system) in PAPER else "at most "
-            cells.append(f"{spread([ratio(at['sarathi'], at[system]) for at in found])} [{at_most}{stated}]")
+            ratios = [ratio(at["sarathi"], at[system]) for at in found if {"sarathi", system} <= at.keys()]
+            cells.append(f"{spread(ratios)} [{stated_ratio(name, slo, system)}]")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def stated_ratio(name: str, slo: str, system: str) -> str:
+    """The paper's gain over a baseline on sharegpt, or its largest one with this model; then the later version's."""
+    key = (name, SHAREGPT, slo, system)
+    stated = f"{PAPER[key]}" if key in PAPER else f"at most {PAPER_BEST[name]}" if name in PAPER_BEST else ""
+    later = f"later {LATER[key]}" if key in LATER else ""
+    return "; ".join(filter(None, (stated, later))) or "-"
 
 
 def show_varied_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -465,17 +525,29 @@ def show_varied_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
         "| data set | varied | lengths | seed | requests/s | hybrid-only | chunked-only | stall-free |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for dataset, systems in TABLE_4.items():
-        paper = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in systems.values()]
-        lines.append(f"| {dataset} | the paper | | | | {' | '.join(paper)} |")
+    replayed: set[str] = set()
+    for dataset in TABLE_4:
+        for version, table in (("the paper", TABLE_4), ("the later version", TABLE_4_LATER)):
+            paper = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in table[dataset].values()]
+            lines.append(f"| {dataset} | {version} | | | | {' | '.join(paper)} |")
         for row in rows:
-            if dataset == ARXIV and row["lengths"] != origin_of(None):
+            if dataset == ARXIV and row["lengths"] != origin_of(None) and not row.get("replay"):
                 continue  # the authors' lengths of these are not published
             varied = " + ".join(row["vary"]) or "as ours"
+            if dataset == SHAREGPT and row.get("replay"):
+                if varied in replayed:
+                    continue  # the seed draws only the lengths of arxiv
+                replayed.add(varied)
             cells = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in row["cells"][dataset].values()]
             rate = f"{row['rates'][dataset]:.2f}"
-            lines.append(f"| {' | '.join([dataset, varied, row['lengths'], str(row['seed']), rate, *cells])} |")
+            lengths = lengths_of(row) if dataset == SHAREGPT or not row.get("replay") else "fitted, replayed"
+            lines.append(f"| {' | '.join([dataset, varied, lengths, str(row['seed']), rate, *cells])} |")
     return lines
+
+
+def lengths_of(row: dict[str, Any]) -> str:
+    """The origin of a row's lengths, and whether its requests come in the authors' order and at their times."""
+    return row["lengths"] + ", replayed" * bool(row.get("replay"))
 
 
 def origin_of(lengths: Path | None) -> str:
@@ -751,8 +823,11 @@ def main() -> None:
     parser.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the varied parts")
     parser.add_argument("--lengths", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens")
+    parser.add_argument("--replay", action="store_true", help="take the authors' order and arrivals, of --lengths")
     parser.add_argument("--profiles", nargs="*", type=Path, default=[], help="measured profiles, of `knee`")
     args = parser.parse_args()
+    if args.replay and not (args.lengths and args.part.startswith("vary")):
+        parser.error("--replay is of vary-capacity and vary-ablation, and needs --lengths")
     stem = args.out / f"sarathi-{args.part}"
     match args.part:
         case "checks":

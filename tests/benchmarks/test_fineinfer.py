@@ -1,5 +1,7 @@
 """FineInfer's managers by simulation: what they reserve bounds the batch. Overhead is latency less forwards."""
 
+import json
+
 import pytest
 
 from benchmarks.papers import fineinfer, fineinfer_runs
@@ -54,6 +56,44 @@ def test_a_design_breaks_down_at_the_first_rate_above_the_limit():
     rows = [{"rate": rate, "normalized_latency_ms": value} for rate, value in ((1, 30), (2, 501), (3, 900))]
     assert fineinfer.broken_at(rows) == "2/s"
     assert fineinfer.broken_at(rows[:1]) == "above 1/s"
+
+
+def test_a_latency_starts_to_increase_between_the_rates_around_its_limit():
+    rows = [{"rate": rate, "normalized_latency_ms": value} for rate, value in ((1, 100), (2, 110), (4, 130), (6, 400))]
+    assert fineinfer.starts_at(rows) == "3/s"
+    assert fineinfer.starts_at(rows[:2]) == "above 2/s"
+
+
+def test_a_sweep_compares_each_design_with_what_the_paper_says_of_it():
+    rows = [
+        {"dataset": "Alpaca", "design": design, "assumed": "apart", "rate": rate, "normalized_latency_ms": latency}
+        for design, latencies in (("simple", (100, 900)), ("nopad", (60, 61, 90)))
+        for rate, latency in zip((0.5, 1, 2), latencies, strict=False)
+    ]
+    *_, simple, nopad = fineinfer.sweep_lines(rows)
+    assert simple.startswith("| simple | ") and simple.endswith(
+        "| 100 | 900 | – | 0.51/s | 1/s | breaks down at 0.3/s |"
+    )
+    assert nopad.endswith("| 60 | 61 | 90 | 1.4/s | above 2/s | starts at 4/s |")
+
+
+def test_a_sweep_that_adds_keeps_other_curves_and_replaces_its_own(monkeypatch, tmp_path):
+    made = []
+
+    def simulated(dataset, design, rate, name):
+        made.append((dataset, rate, name))
+        about = {"dataset": dataset, "design": design, "assumed": name, "rate": rate}
+        return about | {"normalized_latency_ms": 100.0 * len(made)}
+
+    monkeypatch.setattr(fineinfer, "simulated", simulated)
+    for dataset, name, rate in (("Alpaca", "apart", 1), ("Alpaca", "alone", 1), ("Alpaca", "apart", 2)):
+        fineinfer.sweep(tmp_path, [dataset], [name], ["nopad"], [rate], add=True)
+    kept = json.loads((tmp_path / "fineinfer-sweep-some-simulated.json").read_text())["rows"]
+    assert [(row["assumed"], row["rate"], row["normalized_latency_ms"]) for row in kept] == [
+        ("alone", 1, 200.0), ("apart", 2, 300.0),
+    ]  # fmt: skip
+    fineinfer.sweep(tmp_path, ["Alpaca"], ["apart"], ["nopad"], [1, 2, 3, 4], add=False)
+    assert [rate for _, rate, _ in made[3:]] == [1, 2, 3], "a design runs no further than where it has broken down"
 
 
 def test_overhead_is_the_median_of_latency_less_forwards():

@@ -1,6 +1,8 @@
 """Served capacity: the half of a window that counts, the bounds of a capacity, and the next rate to probe."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from benchmarks.engine.h200_capacity import (
     gain,
     load,
     open_between,
+    probe,
     refer,
     table,
     window_of,
@@ -167,6 +170,13 @@ def test_a_rate_that_failed_once_is_not_kept(book: Book) -> None:
     key = "arxiv_summarization strict computed"
     book.data["probes"][key] = [probed(2.0, 30.0), probed(3.0, 50.0), probed(3.0, 30.0)]
     assert bracket(book, key) == (2.0, 3.0)
+
+
+def test_a_probe_longer_than_what_is_left_of_the_budget_is_not_begun_and_says_so(book: Book, capsys) -> None:
+    args = SimpleNamespace(budget=20.0, began=time.monotonic(), small=False)
+    assert not probe(args, book, None, "openchat_sharegpt4 strict computed", 4.0)
+    assert "openchat_sharegpt4 strict computed at 4/s is not begun: it takes 2" in capsys.readouterr().err
+    assert book.data["probes"] == {}
 
 
 def test_between_and_gain_put_bounds_into_words() -> None:

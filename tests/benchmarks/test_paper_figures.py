@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.papers import pensieve_figures, pensieve_served, sarathi, sarathi_figures
@@ -87,3 +89,81 @@ def test_phases_follow_one_another_with_their_own_rates_and_count_their_ends() -
     found = pensieve_served.figures(answers, 4.0, 2.0, 3.0)
     assert (found["requests"], found["req_s"], found["prompt_hit"]) == (2, 2.0, 0.25)
     assert found["norm_latency_ms_mean"] == pytest.approx(100.0)
+
+
+def test_a_search_that_ran_for_one_system_completes_the_row_of_its_set_up() -> None:
+    row = {"setting": "Yi-34B/relaxed", "vary": [], "lengths": "authors'", "requests": 8, "seed": 0}
+    old = row | {"command": "first", "capacity": {"vllm": 1.0, "sarathi": 2.0}}
+    new = row | {"command": "second", "capacity": {"vllm": 1.5}, "replay": False}
+    (kept,) = sarathi.latest([old, new])
+    assert kept["capacity"] == {"vllm": 1.5, "sarathi": 2.0}
+    assert (kept["command"], kept["earlier"]) == ("second", "first")
+    assert len(sarathi.latest([old, new | {"replay": True}])) == 2
+    assert "1.33 [2.7; later 1.65]" in sarathi.show_varied_capacity([kept])[-1]
+    assert "| - | - [at most 2.8]" in sarathi.show_varied_capacity([row | {"capacity": {"vllm": 1.0}}])[-1]
+
+
+def test_a_gain_is_compared_with_the_paper_and_with_what_its_authors_measured_later() -> None:
+    assert sarathi.stated_ratio("Yi-34B", "relaxed", "vllm") == "2.7; later 1.65"
+    assert sarathi.stated_ratio("Falcon-180B", "relaxed", "vllm") == "at most 6.9; later 1.48"
+    assert sarathi.stated_ratio("LLaMA2-70B", "strict", "orca") == "-"
+
+
+def test_replayed_requests_need_the_authors_lengths(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["sarathi", "vary-ablation", "--replay"])
+    with pytest.raises(SystemExit) as ended:
+        sarathi.main()
+    assert ended.value.code == 2 and "needs --lengths" in capsys.readouterr().err
+
+
+def lengths_file(folder: Path) -> Path:
+    path = folder / "lengths.csv"
+    lines = [f"{100 + number},{10 + number % 7}" for number in range(200)]
+    path.write_text("\n".join(["num_prefill_tokens,num_decode_tokens", *lines]) + "\n")
+    return path
+
+
+def test_replayed_requests_have_one_order_whatever_the_seed(tmp_path) -> None:
+    path = lengths_file(tmp_path)
+    work = sarathi.requests(sarathi.SHAREGPT, 5, 3, path, replay=True)
+    assert work == sarathi.requests(sarathi.SHAREGPT, 5, 4, path, replay=True)
+    assert work != sarathi.requests(sarathi.SHAREGPT, 5, 3, path)
+
+
+def test_a_replayed_ablation_runs_every_scheduler_at_the_rates_of_the_authors_script(monkeypatch, tmp_path) -> None:
+    runs: list[tuple[str, int, float, bool]] = []
+    flights: set[int] = set()
+
+    def served(deployment, config, work, rate, seed, make_policy=None, *, replay=False):
+        runs.append((config.scheduler, config.token_budget, rate, replay))
+        flights.add(config.steps_in_flight)
+        return {"median_ttft_ms": 1.0, "p99_itl_ms": 1.0}
+
+    monkeypatch.setattr(sarathi, "served", served)
+    path = lengths_file(tmp_path)
+    found = sarathi.ablation(("rate", "whole", "arxiv-0.4"), 0, path, replay=True)
+    assert found["rates"] == {sarathi.SHAREGPT: 1.0, sarathi.ARXIV: 0.4}
+    assert set(runs) == {
+        *(("stall-free", budget, 1.0, True) for budget in (512, 8193)), ("chunked-only", 512, 1.0, True),
+        *(("stall-free", budget, 0.4, True) for budget in (512, 16385)), ("chunked-only", 512, 0.4, True),
+    }  # fmt: skip
+    runs.clear()
+    flights.clear()
+    sarathi.ablation(("8192", "synchronous"), 0, path, replay=True)
+    assert flights == {1}
+    assert {budget for scheduler, budget, rate, _ in runs if rate == 0.5} == {1024, 8192}
+
+
+def test_a_replayed_search_ends_each_run_after_the_authors_time(monkeypatch, tmp_path) -> None:
+    ends = []
+
+    def served(deployment, config, work, rate, seed, make_policy=None, *, replay=False, until):
+        ends.append((replay, until))
+        return {"median_queued_ms": 0.0, "p99_itl_ms": 0.0 if rate < 1 else 1e6}
+
+    monkeypatch.setattr(sarathi, "served", served)
+    search = sarathi.Search("Yi-34B", sarathi.SHAREGPT, "relaxed", "vllm", 5, lengths=lengths_file(tmp_path))
+    for replay, until in ((True, 1800.0), (False, float("inf"))):
+        sarathi.capacity_of(search._replace(replay=replay))
+        assert set(ends) == {(replay, until)}
+        ends.clear()

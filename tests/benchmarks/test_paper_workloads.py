@@ -1,8 +1,11 @@
-"""Baton's data sets: lengths, kinds and scale."""
+"""Baton's data sets: lengths, kinds and scale. Sarathi-Serve's requests, as its authors draw them."""
+
+from itertools import pairwise
 
 import pytest
 
 from benchmarks.lib import paper_workloads
+from holdfast.lab.workloads import Conversation, Turn
 
 
 def test_batons_first_data_set_has_a_quarter_of_long_prompts_and_a_quarter_of_long_answers():
@@ -37,3 +40,38 @@ def test_batons_data_sets_depend_on_the_seed_alone_and_scale_every_length():
 def test_an_impossible_data_set_of_baton_is_refused(draw, options, message):
     with pytest.raises(ValueError, match=message):
         draw(0, **options)
+
+
+def numbered(count):
+    return [Conversation(0.0, (Turn(number + 1, 1),)) for number in range(count)]
+
+
+def test_requests_of_the_authors_come_in_the_order_that_pandas_draws_with_their_seed():
+    drawn = paper_workloads.in_authors_order(numbered(10), 10)
+    assert [talk.turns[0].prompt - 1 for talk in drawn] == [8, 1, 5, 0, 7, 2, 9, 4, 3, 6]
+    assert paper_workloads.in_authors_order(numbered(10), 4) == drawn[:4]
+    with pytest.raises(ValueError, match="count is 11; there are 10 requests"):
+        paper_workloads.in_authors_order(numbered(10), 11)
+
+
+def test_arrivals_of_the_authors_scale_with_the_rate_and_no_gap_is_above_three_means():
+    slow, fast = (
+        [talk.arrival for talk in paper_workloads.authors_arrivals(numbered(2000), rate)] for rate in (0.5, 2.0)
+    )
+    assert slow == pytest.approx([4 * time for time in fast])
+    gaps = [after - before for before, after in pairwise([0.0, *fast])]
+    assert max(gaps) == pytest.approx(3 / 2) and min(gaps) >= 0
+    assert fast[0] == pytest.approx(1.02006 / 2, rel=1e-4)  # -log(1 - random.Random(42).random()) / 2
+    assert 2000 / fast[-1] == pytest.approx(2 / 0.95, rel=0.08)
+    with pytest.raises(ValueError, match="rate is 0"):
+        paper_workloads.authors_arrivals(numbered(1), 0)
+
+
+def test_lengths_come_from_the_authors_file_but_for_requests_above_the_limit(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens,pd_ratio\n10,5,2.0\n90,11,8.2\n60,40,1.5\n")
+    found = paper_workloads.sarathi_lengths(path, 100)
+    assert [(talk.turns[0].prompt, talk.turns[0].output) for talk in found] == [(10, 5), (60, 40)]
+    path.write_text("num_prefill_tokens,tokens\n10,5\n")
+    with pytest.raises(ValueError, match="no column num_decode_tokens"):
+        paper_workloads.sarathi_lengths(path, 100)

@@ -245,6 +245,8 @@ def panels(shown: Sequence[Panel], columns: int, palette: Palette) -> Figure:
             axes.set_yscale("log")
         if panel.log_x:
             axes.set_xscale("log")
+        else:  # the names next to a panel leave room for few numbers
+            axes.xaxis.set_major_locator(MaxNLocator(4))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(readable))
             axis.set_minor_formatter(NullFormatter())

@@ -47,7 +47,7 @@ TAIL = """
 ## Three and more features
 
 Sixty random combinations of three to seven features are served in the same way
-([results](../benchmarks/engine/results/{results})). A dozen of them run with the other tests,
+([results](../benchmarks/engine/results/{results})). A few of them run with the other tests,
 and `make fuzz` runs all.
 
 Applications of cells have engines of their own, which run next to any of these

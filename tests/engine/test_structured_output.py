@@ -217,6 +217,7 @@ def test_an_aborted_request_is_not_queued_when_its_grammar_is_ready(small: Calla
 PADDED = ("stall-free", "shaping", "embedding", "padded-batches")
 
 
+@pytest.mark.always("stall-free", "padded-batches")
 @pytest.mark.parametrize("scheduler", PADDED)
 def test_padded_rows_draw_the_tokens_of_paged_blocks(small: Callable[..., EngineConfig], scheduler: Any) -> None:
     requests = [replace(each, params=replace(each.params, max_tokens=20 + 7 * at)) for at, each in enumerate(mixed(9))]

@@ -175,6 +175,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(directory, device="cpu", dtype="float32")
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_random_conversations_give_the_tokens_that_they_get_without_drafts(model: Model) -> None:
     seen = Counter[str]()
     for seed in range(4):

@@ -32,6 +32,31 @@ RUNS, REQUESTS, HISTORIES = 8, 10, 12
 """For each way in `make families`: number of runs, of requests in a run, and of histories."""
 
 
+KINDS = (
+    "llama",
+    "mistral-sliding",
+    "falcon-alibi",
+    "bloom",
+    "gpt-neo",
+    "gpt2",
+    "opt",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "mixtral",
+    "deepseek-v3",
+    "llama4-chunked",
+    "minimax",
+    "ctrl",
+    "rwkv",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "deepseek-v4",
+)
+"""A family of each kind of positions, masks and states. What others can do is probed, as that of these."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to compute requests: options of the engine, the abilities it needs, and the events that must happen in it.
@@ -137,6 +162,7 @@ def test_the_tables_list_the_abilities_of_a_family_and_all_ways_of_its_compariso
         assert bool(re.fullmatch(r"[1-9]\d+ in [1-9]\d+", cell)) == way.possible(device(family).abilities), cell
 
 
+@pytest.mark.always(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_get_the_tokens_of_generate_under_each_scheduler(family: str) -> None:
     for way in WAYS.values():

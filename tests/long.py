@@ -44,8 +44,8 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
     - `always("llama*", "*-fp8")` names the cases that run always, by patterns of their ids.
     - `whole_product` lets all cases run always.
 
-    Patterns after `each_value` or `each_pair` name further cases. Cases with the marker `gpu` or `long` stay as they are, and so does
-    a test of which no case matches `always`: pytest may have been asked for one of the other cases.
+    Patterns after `each_value` or `each_pair` name further cases. Cases with the marker `gpu` or `long` stay as they
+    are, and so does a test of which no case matches `always`: pytest may have been asked for one of the other cases.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:

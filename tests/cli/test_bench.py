@@ -141,6 +141,7 @@ def test_goodput_counts_the_requests_within_each_limit_and_within_all(profile, t
     assert kept(ttft=1e9, tpot=1e9, e2el=0.001) == 0.0
 
 
+@pytest.mark.always("given0")
 @pytest.mark.parametrize(
     "given", [("--rates", "20"), ("--workload", "multi-turn"), ("--workload", "arxiv_summarization")]
 )

@@ -1,7 +1,7 @@
 """Random combinations of three and more features: each engine gives the greedy tokens of a plain one.
 
-A few run with the other tests, and a dozen with `make test-long`. `python -m tests.combinations.test_triples [SEED]` runs all sixty, and draws others
-with another seed.
+A few run with the other tests, and a dozen with `make test-long`. `python -m tests.combinations.test_triples [SEED]`
+runs all sixty, and draws others with another seed.
 """
 
 from __future__ import annotations

@@ -203,6 +203,7 @@ def text_of(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] for part in item["content"])
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_stream_goes_on_after_its_last_event_when_all_api_processes_are_killed(
     served: Served, background: bool

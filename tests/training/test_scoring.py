@@ -132,6 +132,7 @@ def test_gradients_of_a_loss_are_autograd_s(family: str, name: str, tmp_path: Pa
     Scored(model, name).assert_equal(module, most=1e-3 if family == "qwen3.5" else 1e-4)
 
 
+@pytest.mark.always("cross_entropy", "ppo", "gspo")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_kernels_of_a_gpu_give_autograd_s_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

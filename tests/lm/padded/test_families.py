@@ -48,11 +48,13 @@ KINDS = (
     "llama4-chunked",
     "minimax",
     "ctrl",
+    "openai-gpt",
     "rwkv",
     "mamba",
     "mamba2",
     "jamba",
     "deepseek-v4",
+    "xlstm",
 )
 """A family of each kind of positions, masks and states. What others can do is probed, as that of these."""
 

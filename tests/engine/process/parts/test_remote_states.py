@@ -137,6 +137,7 @@ def test_a_disk_and_redis_have_the_states_and_the_disk_gives_them(
     engine.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2)], ids=str)
 @pytest.mark.parametrize("tier", ["disk", "remote"])
 def test_ranks_keep_their_parts_of_a_state_below_the_host(

@@ -56,6 +56,7 @@ COMPUTED_APART = (
     "falcon-7b",
     "gpt2",
     "stablelm-12b",
+    "phimoe",
     "llama4",
     "gpt-oss",
     "qwen3.5",
@@ -184,7 +185,7 @@ def test_logits_of_a_mixed_batch_are_those_of_peft(any_case: Family, names: tupl
     assert_logits_are_peft_s(any_case, names, prompts(6), tiled=False)
 
 
-@pytest.mark.always("llama-4", "phi3-4", "falcon-4", "gemma4-4", "qwen3-moe-4")
+@pytest.mark.always("llama-4", "phi3-4", "olmo2-4", "falcon-4", "gemma4-4", "qwen3-moe-4")
 @pytest.mark.parametrize("tp", then_long(1, [4, 2]))
 @pytest.mark.parametrize(
     "name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe", "gemma4", "gemma4-dense"]
@@ -238,7 +239,7 @@ def test_the_kernels_of_a_gpu_give_the_same_logits(any_case: Family, monkeypatch
         assert_logits_are_peft_s(case, ("dora", "wide"), prompts(3, longest=4), tiled=True)
 
 
-@pytest.mark.always("llama-*", "gpt2-*", "gemma4-*", "qwen3-moe-*")
+@pytest.mark.always("llama-*", "opt-350m-*", "gpt2-*", "gemma4-*", "qwen3-moe-*")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_greedy_tokens_of_requests_with_several_adapters_and_none_are_those_of_peft(case: Family, device: str) -> None:
     torch.set_num_threads(1)

@@ -341,6 +341,7 @@ def check_same_bits(experts: Experts, x: torch.Tensor, wanted: torch.Tensor, nea
 SIGMOIDS = ExpertRule(top_k=3, sigmoid=True, factor=2.5, groups=Groups(2, 1, 2))
 
 
+@pytest.mark.always("rule2-True", "rule5-False")
 @pytest.mark.parametrize(("rule", "biased"), [*BOTH[:3], *BOTH[4:6], (SIGMOIDS, False)])
 def test_fixed_launches_give_a_token_the_same_bits_among_any_others(
     rule: ExpertRule, biased: bool, device: str, monkeypatch: pytest.MonkeyPatch

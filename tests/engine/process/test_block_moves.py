@@ -138,6 +138,7 @@ def test_every_request_gets_the_tokens_it_gets_alone_beside_any_moves(seed, stag
     check(play(seed, stages=stages))
 
 
+@pytest.mark.long
 def test_histories_with_moves_exercise_loans_arrivals_and_both_tiers():
     seen = Counter()
     for seed in range(20):

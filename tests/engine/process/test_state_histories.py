@@ -138,6 +138,7 @@ def test_every_request_gets_the_tokens_it_gets_alone_beside_moves_of_states(seed
     check(play(seed))
 
 
+@pytest.mark.long
 def test_histories_with_moves_of_states_exercise_loans_and_arrivals():
     seen = Counter()
     for seed in range(20):

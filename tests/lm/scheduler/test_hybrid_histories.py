@@ -102,6 +102,7 @@ def test_states_at_the_ends_of_long_prompts_are_exact(seed, monkeypatch):
     check(history)
 
 
+@pytest.mark.long
 def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     seen = Counter()
     for seed in range(30):
@@ -115,6 +116,7 @@ def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     assert seen["snapshots_swapped_in"] > 25
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "often"), [("speculating", 75), ("where it pays", 18)])
 def test_random_histories_exercise_states_that_move_on_after_drafts(name, often):
     seen = Counter()

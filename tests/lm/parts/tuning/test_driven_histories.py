@@ -108,6 +108,7 @@ def test_requests_and_calls_of_a_random_history_both_get_what_they_get_alone(nam
     seen_in(seed, name)
 
 
+@pytest.mark.long
 def test_random_histories_of_calls_exercise_resting_refusing_and_leaving():
     seen = sum((seen_in(seed, "stall-free") for seed in range(15)), Counter())
     assert seen["calls done"] > 100 and seen["rests"] > 20 and seen["refused"] > 3

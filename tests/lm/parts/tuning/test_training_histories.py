@@ -182,6 +182,7 @@ def test_requests_and_jobs_of_a_random_history_both_get_what_they_get_alone(name
     seen_in(seed, name)
 
 
+@pytest.mark.long
 def test_random_histories_exercise_every_way_of_giving_memory_back():
     seen = sum((seen_in(seed, "stall-free") for seed in range(50)), Counter())
     assert seen["jobs done"] > 100

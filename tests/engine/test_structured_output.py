@@ -240,6 +240,7 @@ def test_a_row_goes_on_with_its_grammar_when_it_lost_its_place(small: Callable[.
         assert ("store" in moves) == (host > 0)
 
 
+@pytest.mark.long
 def test_answers_by_schemas_are_valid_on_padded_rows() -> None:
     choose = random.Random(2)
     schemas = [random_schema(choose) for _ in range(8)]

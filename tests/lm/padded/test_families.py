@@ -154,6 +154,7 @@ def test_both_tables_have_a_row_for_each_family() -> None:
     assert len(FAMILIES) >= 50
 
 
+@pytest.mark.always(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tables_list_the_abilities_of_a_family_and_all_ways_of_its_comparison(family: str) -> None:
     cells = [cell.strip() for cell in found(family).split("|")[2:-1]]

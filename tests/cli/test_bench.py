@@ -125,7 +125,7 @@ def figures_of(profile, tmp_path, *arguments):
 
 
 def test_goodput_counts_the_requests_within_each_limit_and_within_all(profile, tmp_path):
-    given = ("--requests", "30", "--rates", "20")
+    given = ("--requests", "30", "--rates", "20", "--output-tokens", "16")
     plain = figures_of(profile, tmp_path, *given)
     assert "request_goodput" not in plain
 

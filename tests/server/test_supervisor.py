@@ -230,6 +230,7 @@ def test_a_stream_goes_on_after_its_last_event_when_all_api_processes_are_killed
     assert [event["type"] for event in late] == [event["type"] for event in events]
 
 
+@pytest.mark.long
 def test_another_api_process_finishes_a_background_response_that_nobody_reads(served: Served) -> None:
     expected = whole(served)
     begun = served.ask("POST", "/v1/responses", json={**LONG, "background": True}).json()

@@ -26,9 +26,9 @@ Most features of an engine work together. **W** is a pair that works. A number i
 """
 MEANING = """
 A pair **works** if a real engine has served it (`make test-long`), with the greedy answers of a plain engine, and the
-effect of each feature was seen. The plain engine has the same weights, type of cache and adapter. A pair **does not work** if
-the engine refuses it in the tests, with the words below. `make combinations` draws this page from the table that the
-tests use (`tests/combinations/table.py`).
+effect of each feature was seen. The plain engine has the same weights, type of cache and adapter. A pair **does not
+work** if the engine refuses it in the tests, with the words below. `make combinations` draws this page from the table
+that the tests use (`tests/combinations/table.py`).
 """
 EFFECTS = """
 ## What the tests look for

@@ -67,8 +67,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_long(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long(items, whole=not config.getoption("lf", False) and not any("::" in each for each in config.args))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -32,7 +32,7 @@ def long_unless(always: Callable[[int], bool], cases: Iterable[Any]) -> list[Any
     ]
 
 
-def mark_long(items: Iterable[pytest.Item]) -> None:
+def mark_long(items: Iterable[pytest.Item], *, whole: bool) -> None:
     """Give the marker `long` to the cases that `make test` leaves out.
 
     Of a test whose lists of parameters have more than FEW cases together, those run always in which each row of each
@@ -45,7 +45,8 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
     - `whole_product` lets all cases run always.
 
     Patterns after `each_value` or `each_pair` name further cases. Cases with the marker `gpu` or `long` stay as they
-    are, and so does a test of which no case matches `always`: pytest may have been asked for one of the other cases.
+    are. `whole` says that all cases of each test are among the items: then each pattern must match a case, or
+    pytest.UsageError is raised. Otherwise a test of which no case matches `always` stays as it is, too.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -53,6 +54,8 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not bare:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
+        if whole and (stale := _stale(cases)):
+            raise pytest.UsageError(f"{cases[0].nodeid}: no case of the test matches {stale}, which is to run always")
         if len(cases) > 1 and not cases[0].get_closest_marker("whole_product"):
             kept = {case.callspec.id for case in _kept(cases)}
             for case in cases:
@@ -63,11 +66,10 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
 def _kept(cases: list[pytest.Function]) -> Iterator[pytest.Function]:
     """The cases of a test that run always."""
     always, by_value, by_pair = map(cases[0].get_closest_marker, ("always", "each_value", "each_pair"))
-    marks = [mark for mark in (always, by_value, by_pair) if mark]
-    if not marks and len(cases) <= FEW:
+    if not (always or by_value or by_pair) and len(cases) <= FEW:
         yield from cases
         return
-    patterns = [pattern for mark in marks for pattern in mark.args]
+    patterns = _patterns(cases[0])
     yield from (case for case in cases if any(fnmatchcase(case.callspec.id, pattern) for pattern in patterns))
     if always is None:
         values = [{*(_values(case) if by_value else enumerate(case.callspec._idlist))} for case in cases]
@@ -78,6 +80,17 @@ def _kept(cases: list[pytest.Function]) -> Iterator[pytest.Function]:
             best = max(range(len(cases)), key=lambda at: len(values[at] & left))
             left -= values[best]
             yield cases[best]
+
+
+def _patterns(case: pytest.Function) -> list[str]:
+    marks = (case.get_closest_marker(name) for name in ("always", "each_value", "each_pair"))
+    return [pattern for mark in marks if mark for pattern in mark.args]
+
+
+def _stale(cases: list[pytest.Function]) -> list[str]:
+    """The patterns of a test that match no case."""
+    ids = [case.callspec.id for case in cases]
+    return [pattern for pattern in _patterns(cases[0]) if not any(fnmatchcase(each, pattern) for each in ids)]
 
 
 def _values(case: pytest.Function) -> Iterator[object]:

@@ -205,7 +205,7 @@ def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool,
     assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep)
 
 
-@pytest.mark.always("llama*", "phi3*", "falcon*", "gpt2*", "gemma4*", "qwen3-moe*", "olmo2*")
+@pytest.mark.always("llama*", "phi3*", "falcon*", "gpt2*", "gemma3*", "qwen3-moe*", "olmo2*")
 @pytest.mark.parametrize(("family", "modules", "keep"), in_turns(False, CASES))
 def test_gradients_of_a_dora_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
     module, model = base_of(family, tmp_path)

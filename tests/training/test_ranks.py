@@ -112,7 +112,7 @@ def assert_equal_pairs(found: Pairs, expected: Pairs) -> None:
             torch.testing.assert_close(found[key].magnitude, pair.magnitude, atol=5e-4, rtol=1e-3)
 
 
-@pytest.mark.always("llama--tp4", "llama--tp2-pp2", "llama--tp2pp2")
+@pytest.mark.always("llama--tp4", "llama--tp2-pp2")
 @pytest.mark.parametrize(
     ("base", "layout"),
     then_long(

@@ -203,6 +203,7 @@ def test_captured_steps_give_the_tokens_that_models_give_without_drafts(family: 
     assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
 
 
+@pytest.mark.always("Qwen3_5Text-suffix")
 @pytest.mark.parametrize("speculation", then_long(1, ["suffix", "ngram"]))
 def test_drafters_give_the_tokens_that_models_give_without_drafts(model: Model, speculation: str) -> None:
     plain, _, _ = play(model, 6, "off", aborts=False)

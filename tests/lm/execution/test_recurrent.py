@@ -219,7 +219,7 @@ def test_a_whole_prompt_gives_the_logits_of_transformers(case: tuple[Any, Model]
     same(found, expected(module, tokens))
 
 
-@pytest.mark.each_value("*-cuts3")
+@pytest.mark.each_value
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (7, 8, 31), (2, 40), tuple(range(1, 41))])
 def test_chunks_give_the_logits_of_the_whole(case: tuple[Any, Model], cuts: tuple[int, ...]) -> None:
     module, model = case

@@ -204,7 +204,7 @@ def test_a_conversation_counts_its_turns_and_a_branch_starts_where_the_trunk_end
     assert world.resume("chat", 3.0) == Start(3, 0, 0, b"chat", 2, "person"), "another answer to the same turn"
 
 
-@pytest.mark.each_value
+@pytest.mark.always("pauses-0", "ttl-1", "hits-2")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("eviction", ["pauses", "ttl", "hits"])
 def test_victims_come_by_value_over_long_histories(eviction, seed):

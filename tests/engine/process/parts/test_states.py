@@ -208,7 +208,7 @@ def test_options_that_recurrent_layers_do_not_have_are_refused(
         build_engine(EngineConfig(model=str(served[1]), **SIZES, **options, executor="paged")).close()
 
 
-@pytest.mark.always("Qwen3_5Text", "FalconH1")
+@pytest.mark.always("Qwen3_5Text", "NemotronH", "FalconH1")
 def test_turns_with_adapters_go_on_from_their_own_states(served: tuple[Any, Path], tmp_path: Path) -> None:
     module, directory = served
     spec = decoder_spec(directory)

@@ -222,7 +222,7 @@ def short_gains(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["orca", "latency-target", "unified", "prefill-first"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_policy_lives_with_a_disk_of_states(name, seed):
     play(seed, name)
 

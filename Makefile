@@ -33,7 +33,7 @@ help:
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
 	@echo "make unit      tests alone"
-	@echo "make test-long  more of the random histories, combinations and examples, which 'make test' leaves out"
+	@echo "make test-long  what 'make test' leaves out: other products of parameters, more histories, combinations and examples"
 	@echo "make test-browser  tests of the page, in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
 	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
@@ -111,7 +111,7 @@ unit: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long" \
 		--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# What `unit` leaves out: more of the same random histories and combinations, and more examples of each property.
+# What `unit` leaves out: other products of parameters, more random histories and combinations, more examples of each property.
 test-long: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(long or hypothesis) and not gpu" \
 		--hypothesis-profile=long --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -25,10 +25,10 @@ Most features of an engine work together. **W** is a pair that works. A number i
 
 """
 MEANING = """
-A pair **works** if a real engine has served it in the tests, with the greedy answers of a plain engine, and the effect
-of each feature was seen. The plain engine has the same weights, type of cache and adapter. A pair **does not work** if
-the engine refuses it in the tests, with the words below. `make combinations` draws this page from the table that the
-tests use (`tests/combinations/table.py`).
+A pair **works** if a real engine has served it (`make test-long`), with the greedy answers of a plain engine, and the
+effect of each feature was seen. The plain engine has the same weights, type of cache and adapter. A pair **does not
+work** if the engine refuses it in the tests, with the words below. `make combinations` draws this page from the table
+that the tests use (`tests/combinations/table.py`).
 """
 EFFECTS = """
 ## What the tests look for
@@ -47,7 +47,7 @@ TAIL = """
 ## Three and more features
 
 Sixty random combinations of three to seven features are served in the same way
-([results](../benchmarks/engine/results/{results})). A dozen of them run with the other tests,
+([results](../benchmarks/engine/results/{results})). A few of them run with the other tests,
 and `make fuzz` runs all.
 
 Applications of cells have engines of their own, which run next to any of these

@@ -19,6 +19,7 @@ from holdfast.engine import spawn
 from holdfast.engine.ranks import ranks
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
 from tests.forked import Forking
+from tests.long import mark_long
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
@@ -27,7 +28,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     print_blob=True,
-    max_examples=50,
+    max_examples=25,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("long", settings.get_profile("holdfast"), max_examples=200)
@@ -65,7 +66,9 @@ def pytest_collection() -> Generator[None, object, object]:
             quick_apps.end_soon()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long(items, whole=not config.getoption("lf", False) and not any("::" in each for each in config.args))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

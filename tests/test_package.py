@@ -94,6 +94,7 @@ def test_it_runs_outside_the_checkout(installed: Path, outside: dict[str, Any]) 
     assert run(installed, "chat", "-p", "What is 2 plus 2?", **outside).startswith("2 plus 2 is 4.")
 
 
+@pytest.mark.long
 def test_it_serves_the_built_in_model_and_is_measured(installed: Path, outside: dict[str, Any]) -> None:
     command = [str(installed), "serve", "--port", "0", "--max-model-len", "512", "--cache-gb", "0.1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **outside)

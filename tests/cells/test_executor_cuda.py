@@ -49,6 +49,7 @@ def plain(model: Any) -> Any:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["gated", "plain"])
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_that_share_tasks_have_the_results_of_each_alone(name: str, form: str, device: str) -> None:

@@ -43,6 +43,7 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     found.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("features", [("host",), ("remote",), ("moves",), ("disk", "drafts")], ids="+".join)
 def test_blocks_of_other_caches_go_where_blocks_go(
     other: Place, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from holdfast.lm.kernels.integer.library import step_library
 from tests.combinations.effects import EFFECTS, check_tokens
 from tests.combinations.place import Place
 from tests.combinations.table import FEATURES, served_pairs
-from tests.combinations.test_triples import always
 from tests.combinations.workload import Seen, serve
 
 LAYOUTS = {"tp", "pp"}
@@ -41,18 +39,21 @@ def engine_of(pair: tuple[str, str]) -> tuple[str, ...]:
     return next(shared for shared in SHARED if {*pair} <= {*shared})
 
 
-IN_TRIPLES = {frozenset(pair) for features in always() for pair in combinations(features, 2)}
-"""Pairs whose effects and answers are checked in a combination of more features."""
+def a_few() -> list[tuple[str, str]]:
+    """The first pairs in which each feature occurs. Both layouts are in one: engines of several ranks start slowly."""
+    found, left = [("tp", "pp")], {*FEATURES} - LAYOUTS
+    for news in (2, 1):
+        for pair in served_pairs():
+            if len(left & {*pair}) >= news:
+                found.append(pair)
+                left -= {*pair}
+    return found
 
 
-def long_if_in_triples(pair: tuple[str, str]) -> Any:
-    """The parameter of a pair. With an engine of its own it takes long, so it runs always only if no other shows it.
-
-    Ranks of a deterministic engine take the library in C, and load it themselves.
-    """
-    shown = {*pair} in IN_TRIPLES and not LAYOUTS & {*pair}
+def case(pair: tuple[str, str]) -> Any:
+    """The parameter of a pair. Ranks of a deterministic engine take the library in C, and load it themselves."""
     lacking = {*pair} == {"tp", "deterministic"} and step_library(torch.device("cpu")) is None
-    marks = [pytest.mark.long] * shown + [pytest.mark.skip(reason="the library in C is not there")] * lacking
+    marks = [pytest.mark.skip(reason="the library in C is not there")] * lacking
     return pytest.param(pair, id="+".join(pair), marks=marks)
 
 
@@ -81,7 +82,8 @@ def test_each_feature_has_an_effect_that_the_tests_look_for() -> None:
     assert {*EFFECTS} == {*FEATURES}
 
 
-@pytest.mark.parametrize("pair", [long_if_in_triples(pair) for pair in served_pairs()])
+@pytest.mark.always(*map("+".join, a_few()))
+@pytest.mark.parametrize("pair", [case(pair) for pair in served_pairs()])
 def test_a_pair_shows_the_effects_of_both_and_gives_the_answers_of_a_plain_engine(
     pair: tuple[str, str], serve_once: Callable[[tuple[str, ...]], Seen]
 ) -> None:

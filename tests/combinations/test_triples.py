@@ -1,7 +1,7 @@
 """Random combinations of three and more features: each engine gives the greedy tokens of a plain one.
 
-A dozen run with the other tests. `python -m tests.combinations.test_triples [SEED]` runs all sixty, and draws others
-with another seed.
+A few run with the other tests, and a dozen with `make test-long`. `python -m tests.combinations.test_triples [SEED]`
+runs all sixty, and draws others with another seed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.combinations.effects import EFFECTS, check_tokens
 from tests.combinations.place import Place
 from tests.combinations.table import FEATURES, is_served
 from tests.combinations.workload import Seen, serve
+from tests.long import then_long
 
 ALL, DOZEN, SEED = 60, 12, 0
 LAYOUTS = (("tp",), ("pp",), ("tp",), ("pp",), ("tp", "pp"))
@@ -70,11 +71,6 @@ def drawn(seed: int) -> Iterator[tuple[str, ...]]:
             yield features
 
 
-def always() -> list[tuple[str, ...]]:
-    """The combinations that run with the other tests."""
-    return [*islice(drawn(SEED), DOZEN), *HYBRIDS, *LATER]
-
-
 def check(seen: Seen) -> None:
     """Raise AssertionError for tokens that are not the plain engine's, and for a feature without its effect."""
     check_tokens(seen, seen.features)
@@ -82,12 +78,13 @@ def check(seen: Seen) -> None:
         EFFECTS[feature](seen)
 
 
-@pytest.mark.parametrize("number", range(DOZEN))
+@pytest.mark.parametrize("number", then_long(4, range(DOZEN)))
 def test_a_random_combination_gives_the_tokens_of_a_plain_engine(place: Place, number: int) -> None:
     features = next(islice(drawn(SEED), number, None))
     check(serve(place, features, seed=number))
 
 
+@pytest.mark.always(*map("+".join, (HYBRIDS[0], LATER[0], LATER[2])))
 @pytest.mark.parametrize("features", [*HYBRIDS, *LATER], ids="+".join)
 def test_a_chosen_combination_gives_the_tokens_of_a_plain_engine(place: Place, features: tuple[str, ...]) -> None:
     check(serve(place, features))

@@ -9,6 +9,7 @@ import pytest
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, TERMS, Contract, Term
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, MAX_CONTRACT * 1.001, 1e18])
 def test_a_time_out_of_range_is_refused_by_name(term: Term, value: float) -> None:

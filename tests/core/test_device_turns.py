@@ -24,6 +24,7 @@ def rounds_of(turns: DeviceTurns, seconds: float, until: float, *, works: bool =
     return rounds
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.8])
 @pytest.mark.parametrize("seconds", [0.001, 0.03, 0.4])
 def test_rounds_take_their_share_while_a_model_works_however_long_they_are(share: float, seconds: float) -> None:

@@ -32,6 +32,7 @@ def test_a_layout_without_ranks_is_refused(sizes: dict[str, int]) -> None:
         Layout(**sizes)
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize(("embedding", "head"), [(0.0, 0.0), (0.0, 2.4), (0.5, 1.2), (3.0, 0.1), (0.0, 9.0)])

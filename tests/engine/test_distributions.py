@@ -330,6 +330,7 @@ def answered_by(model: Model, alone: list[Known], stored_profile: None) -> Calla
     return answered
 
 
+@pytest.mark.always("paged-*", "drafts-*", "draft head-*")  # others' samplers are among these
 @pytest.mark.parametrize(
     ("engine", "each"),
     [
@@ -346,6 +347,7 @@ def test_tokens_are_drawn_with_the_chances_that_a_request_asks_for(
     assert faults(model.modules[each.adapter], answers) == []
 
 
+@pytest.mark.always("paged", "drafts", "draft head", "preempted", "swapped")
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if "GPU" not in engine])
 def test_a_seed_gives_the_same_tokens_wherever_they_are_drawn(
     answered_by: Callable[[str], Answered], engine: str

@@ -133,6 +133,7 @@ def everything(writer: Writer) -> list[tuple[dict[str, float], list[bytes]]]:
     return [({**each.metrics}, bits(each.logprobs)) for each in found]
 
 
+@pytest.mark.always("slices")
 @pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, SLICES], ids=["deferral", "slices"])
 def test_calls_give_the_same_bits_next_to_chats_and_chats_the_same_tokens(
     bench: Callable[..., DrivenBench], options: dict[str, Any], tmp_path: Path

@@ -75,6 +75,7 @@ def check_empty(loop):
     assert not pool._leaving and not pool.members and not pool.ahead and not pool.ended
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("scheduler", ["stall-free", "embedding", "run-to-completion"])
 def test_if_memory_runs_out_the_batch_shrinks_and_no_request_fails(bloom, monkeypatch, scheduler, steps_in_flight):
@@ -128,6 +129,7 @@ def test_an_urgent_request_takes_a_row_at_once_and_everybody_gets_their_own_toke
     loop.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheduler", ["stall-free", "embedding", "prefill-apart", "padded-batches"])
 def test_conversations_with_aborts_in_little_memory_get_the_tokens_of_the_model_alone(family, scheduler):
     directory, module = family
@@ -268,6 +270,7 @@ def test_a_profile_of_rows_is_estimated_corrected_in_service_and_used_by_the_nex
     assert pace_of(EngineConfig(), "cuda", "H200", "padded") == "H200, padded rows"
 
 
+@pytest.mark.always("mamba")
 @pytest.mark.parametrize("name", ["bloom", "mamba", "rwkv"])
 def test_a_profile_measured_in_full_leaves_no_state_behind(tmp_path, own_cache, monkeypatch, name):
     monkeypatch.setattr("holdfast.engine.process.in_service.SECONDS", 0.3)

@@ -82,6 +82,7 @@ def second_turn(first):
     return (*FIRST, *first, *MORE)
 
 
+@pytest.mark.always("llama", "mamba2", "jamba", "rwkv", "gemma3")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_second_turn_after_a_restart_reads_the_first_and_has_the_tokens_of_the_model_alone(
     family, engine_of, models
@@ -101,6 +102,7 @@ def test_the_second_turn_after_a_restart_reads_the_first_and_has_the_tokens_of_t
     assert stats.blocks_corrupt == stats.tier_failures == 0
 
 
+@pytest.mark.always("llama-3", "mamba2-1")
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 def test_states_come_back_from_the_disk_after_the_device_and_the_host_gave_them_up(

@@ -24,7 +24,7 @@ PROMPTS = [f"{number} hello world " * (number % 5 + 1) for number in range(1, 13
     scope="module",
     params=[
         pytest.param({"steps_in_flight": 2}, id="overlapped"),
-        pytest.param({"steps_in_flight": 1}, id="in turn"),
+        pytest.param({"steps_in_flight": 1}, id="in turn", marks=pytest.mark.long),
         pytest.param({"device": "cuda"}, id="on a GPU", marks=pytest.mark.gpu),
     ],
 )

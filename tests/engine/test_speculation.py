@@ -77,6 +77,7 @@ def test_texts_are_the_same_with_and_without_drafts(checkpoint: Path) -> None:
         assert chances == pytest.approx(others, abs=1e-4)
 
 
+@pytest.mark.always("options1", "options2")
 @pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"max_adapters": 2}])
 def test_drafts_are_verified_on_several_devices_and_with_slots_for_adapters(
     checkpoint: Path, options: dict[str, Any]

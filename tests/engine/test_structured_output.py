@@ -217,6 +217,7 @@ def test_an_aborted_request_is_not_queued_when_its_grammar_is_ready(small: Calla
 PADDED = ("stall-free", "shaping", "embedding", "padded-batches")
 
 
+@pytest.mark.always("stall-free", "padded-batches")
 @pytest.mark.parametrize("scheduler", PADDED)
 def test_padded_rows_draw_the_tokens_of_paged_blocks(small: Callable[..., EngineConfig], scheduler: Any) -> None:
     requests = [replace(each, params=replace(each.params, max_tokens=20 + 7 * at)) for at, each in enumerate(mixed(9))]
@@ -239,6 +240,7 @@ def test_a_row_goes_on_with_its_grammar_when_it_lost_its_place(small: Callable[.
         assert ("store" in moves) == (host > 0)
 
 
+@pytest.mark.long
 def test_answers_by_schemas_are_valid_on_padded_rows() -> None:
     choose = random.Random(2)
     schemas = [random_schema(choose) for _ in range(8)]

@@ -271,6 +271,7 @@ def test_a_job_changes_all_modules_that_every_layer_of_its_family_has(
     assert each.tokens["tuned"] != each.tokens["base"]
 
 
+@pytest.mark.always("slices")
 @pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, ROOMY], ids=["deferral", "slices"])
 def test_streams_get_the_same_tokens_with_and_without_training(
     bench: Callable[..., Bench], options: dict[str, Any], tmp_path: Path

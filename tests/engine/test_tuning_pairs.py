@@ -106,6 +106,7 @@ def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "make_profile", cheap)
 
 
+@pytest.mark.always("slices")
 @pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, SLICES], ids=["deferral", "slices"])
 def test_drafts_are_accepted_while_a_job_s_loss_falls_and_neither_changes_the_other(
     bench: Callable[..., Bench], tmp_path: Path, rows_cost_nothing: None, options: dict[str, Any]

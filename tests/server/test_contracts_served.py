@@ -84,6 +84,7 @@ def test_300_hostile_contracts_change_no_neighbours_stream(checkpoint: Path) -> 
         assert api.post(TEXT, json=body(serving, ttft_ms=60_000)).status_code == 200
 
 
+@pytest.mark.long
 def test_a_contract_goes_on_at_the_other_replica_when_an_engine_is_killed(checkpoint: Path) -> None:
     options = ("--contracts", "on", "--replicas", "2", "--store", "memory")
     with (

@@ -62,6 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(serving, module, tokenizer)
 
 
+@pytest.mark.always("mamba")
 def test_the_start_reports_that_rows_are_padded_and_why(served: Served) -> None:
     shown = " ".join(served.serving.announced.split())
     assert "executor padded, because" in shown and type(served.module).__name__ in shown

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.served import Serving, eventually, started
 
@@ -68,6 +69,7 @@ def test_an_announced_turn_finds_its_state_on_the_device() -> None:
         assert serving.gauge("blocks_ahead_used_total") >= 10
 
 
+@pytest.mark.long
 def test_an_announced_turn_finds_on_the_device_what_only_the_disk_had(tmp_path: Path) -> None:
     """The device has room for 91 blocks and the host for 183. The other chats have more than 200."""
     disk = ("--disk-cache-dir", str(tmp_path / "disk"), "--disk-cache-gb", "0.5")

@@ -226,6 +226,7 @@ def broken_off(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
     raise AssertionError("killed too late each time")
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_stream_goes_on_after_its_last_event_when_all_api_processes_are_killed(
     served: Served, background: bool
@@ -245,6 +246,7 @@ def test_a_stream_goes_on_after_its_last_event_when_all_api_processes_are_killed
     assert [event["type"] for event in late] == [event["type"] for event in events]
 
 
+@pytest.mark.long
 def test_another_api_process_finishes_a_background_response_that_nobody_reads(served: Served) -> None:
     expected = whole(served)
     begun = served.ask("POST", "/v1/responses", json={**LONG, "background": True}).json()

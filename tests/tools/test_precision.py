@@ -22,6 +22,7 @@ def exact(dialogues: list[Dialogue]) -> list[int]:
         return argmax_tokens(llm, dialogues)
 
 
+@pytest.mark.always("weights")
 @pytest.mark.parametrize(
     ("options", "least"),
     [

@@ -57,6 +57,7 @@ def undisturbed(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dic
     return results
 
 
+@pytest.mark.always("qwen2")
 @settings(max_examples=6)
 @given(chance=st.randoms(use_true_random=False))
 def test_three_jobs_interrupted_at_random_give_the_bits_of_each_alone(

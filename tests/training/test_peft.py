@@ -205,6 +205,7 @@ def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool,
     assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep)
 
 
+@pytest.mark.always("llama*", "phi3*", "falcon*", "gpt2*", "gemma3*", "qwen3-moe*", "olmo2*")
 @pytest.mark.parametrize(("family", "modules", "keep"), in_turns(False, CASES))
 def test_gradients_of_a_dora_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
     module, model = base_of(family, tmp_path)
@@ -239,6 +240,7 @@ def test_gradients_on_a_gpu_are_peft_s(family: str, tmp_path: Path) -> None:
     assert_gradients_are_peft_s(module, model, (), drawn_examples(6), keep=True, most=most)
 
 
+@pytest.mark.always("olmo2", "gemma3", "opt", "falcon", "gpt-oss")
 @pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma3", "opt", "falcon", "gpt-oss"])
 def test_the_kernels_of_a_gpu_give_peft_s_gradients(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -252,6 +254,7 @@ def test_the_kernels_of_a_gpu_give_peft_s_gradients(
     assert_gradients_are_peft_s(module, model, (), drawn_examples(2, longest=5), keep=True, most=5e-5)
 
 
+@pytest.mark.always("qwen3-*", "gpt-oss-*", "falcon-h1-*", "qwen3-next-*")
 @pytest.mark.parametrize(
     ("family", "dora"), [*((family, False) for family in TUNED), *((family, True) for family in ("qwen3", "falcon"))]
 )

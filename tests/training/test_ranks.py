@@ -112,6 +112,7 @@ def assert_equal_pairs(found: Pairs, expected: Pairs) -> None:
             torch.testing.assert_close(found[key].magnitude, pair.magnitude, atol=5e-4, rtol=1e-3)
 
 
+@pytest.mark.always("llama--tp4", "llama--tp2-pp2")
 @pytest.mark.parametrize(
     ("base", "layout"),
     then_long(
@@ -135,6 +136,7 @@ def test_losses_and_the_adapter_are_those_of_one_rank(layout: Layout, base: Path
     assert_equal_pairs(theirs, pairs)
 
 
+@pytest.mark.always("phi3-*", "gemma2-*", "falcon-new-*", "mixtral-*")
 @pytest.mark.parametrize(("family", "modules"), FAMILIES.items())
 def test_other_families_are_tuned_alike(family: str, modules: tuple[str, ...], tmp_path: Path) -> None:
     native(family, tmp_path / "base")
@@ -145,6 +147,7 @@ def test_other_families_are_tuned_alike(family: str, modules: tuple[str, ...], t
     assert_equal_pairs(theirs, pairs)
 
 
+@pytest.mark.always("-tp4")
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4)], ids=lambda layout: layout.suffix)
 def test_norms_over_the_heads_of_all_ranks_are_tuned_as_on_one_rank(layout: Layout, tmp_path: Path) -> None:
     """With four ranks, two hold each of the two KV heads."""
@@ -156,6 +159,7 @@ def test_norms_over_the_heads_of_all_ranks_are_tuned_as_on_one_rank(layout: Layo
     assert_equal_pairs(theirs, pairs)
 
 
+@pytest.mark.always("llama--tp4")
 @pytest.mark.parametrize("layout", long_unless(lambda at: at in (1, 3), LAYOUTS), ids=lambda layout: layout.suffix)
 @pytest.mark.parametrize("family", then_long(1, ["llama", "phi3"]))
 def test_a_dora_is_tuned_as_on_one_rank(family: str, layout: Layout, tmp_path: Path) -> None:

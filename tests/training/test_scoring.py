@@ -124,6 +124,7 @@ def test_every_loss_has_its_arithmetic_and_its_passes() -> None:
         assert kind.passes == LOSSES[name].passes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("family", HEADS)
 def test_gradients_of_a_loss_are_autograd_s(family: str, name: str, tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def test_gradients_of_a_loss_are_autograd_s(family: str, name: str, tmp_path: Pa
     Scored(model, name).assert_equal(module, most=1e-3 if family == "qwen3.5" else 1e-4)
 
 
+@pytest.mark.always("cross_entropy", "ppo", "gspo")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_kernels_of_a_gpu_give_autograd_s_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -241,6 +243,7 @@ def sampled(model: Decoder, adapter: Path, prompts: list[tuple[int, ...]]) -> li
     return [(engine.tokens[number], logprobs) for number, logprobs in found.items()]
 
 
+@pytest.mark.always("llama", "gemma2", "gemma3", "gpt2", "falcon", "qwen3.5", "bamba")
 @pytest.mark.parametrize("family", [*TUNABLE, "qwen3.5", "bamba", "lfm2", "granite-4"])
 def test_sampled_log_probabilities_are_those_that_training_computes(family: str, tmp_path: Path) -> None:
     """In float32 within 1e-4, over an adapter that is not zero: an importance ratio is 1 for a model's own samples."""

@@ -15,6 +15,7 @@ from scripts import cell_data
 from scripts.train_cells import TRAININGS, Forest, ListOpsTraining, optimize, train
 
 
+@pytest.mark.always("listops")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_training_lowers_the_loss_and_repeats_exactly(name: str) -> None:
     def run() -> tuple[list[float], dict[str, torch.Tensor]]:

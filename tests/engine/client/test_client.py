@@ -354,6 +354,7 @@ async def test_closing_ends_the_streams_and_the_process(small):
     wait_for_end(client.pid)
 
 
+@pytest.mark.always("told to")
 @pytest.mark.usefixtures("started_engines")
 @pytest.mark.parametrize("ends", ["told to", "failing"])
 async def test_an_engine_with_every_library_loaded_says_nothing_at_its_end(small, capfd, ends):

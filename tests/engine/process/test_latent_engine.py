@@ -50,6 +50,7 @@ def answer(loop: LanguageLoop, name: str, prompt: tuple[int, ...]) -> tuple[tupl
     return tokens, cached
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"speculation": "ngram"}], ids=["plain", "drafts"])
 def test_turns_have_transformers_tokens_and_compute_only_what_is_new(
     served: tuple[Any, Path], options: dict[str, Any]

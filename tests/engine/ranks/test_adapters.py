@@ -146,6 +146,7 @@ def requests_of(ids: list[str], count: int, seed: int) -> list[Request]:
     ]
 
 
+@pytest.mark.always("(2, 1)", "(1, 2)")
 @layouts
 def test_a_mixed_batch_gets_the_tokens_of_one_process(
     engine: Engine, alone: Engine, directories: dict[str, Path]
@@ -168,6 +169,7 @@ def test_a_mixed_batch_gets_the_tokens_of_one_process(
         assert AdapterUnloaded(2) in answers(each, AdapterUnloaded)
 
 
+@pytest.mark.always("(2, 1)", "(1, 2)")
 @layouts
 def test_a_dora_that_takes_turns_in_a_slot_gets_the_tokens_of_one_process(
     engine: Engine, alone: Engine, directories: dict[str, Path]
@@ -188,6 +190,7 @@ def test_a_dora_that_takes_turns_in_a_slot_gets_the_tokens_of_one_process(
             assert AdapterUnloaded(5 + number) in answers(each, AdapterUnloaded)
 
 
+@pytest.mark.always("(2, 1)")
 @layouts
 def test_an_adapter_whose_files_are_gone_ends_its_requests_and_nothing_else(
     engine: Engine, alone: Engine, directories: dict[str, Path], tmp_path: Path
@@ -212,6 +215,7 @@ def test_an_adapter_whose_files_are_gone_ends_its_requests_and_nothing_else(
     answers(engine, AdapterUnloaded)
 
 
+@pytest.mark.always("(2, 1)")
 @layouts
 def test_an_adapter_that_does_not_fit_is_refused_by_rank_0(engine: Engine, tmp_path: Path) -> None:
     engine.handler(AdapterHandler).receive(LoadAdapter(4, "none", str(tmp_path)))
@@ -219,6 +223,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_rank_0(engine: Engine, tmp_p
     assert "adapter_config.json of the adapter cannot be read" in refused.reason
 
 
+@pytest.mark.always("(2, 1)", "(1, 2)")
 @layouts
 def test_all_ranks_slots_are_counted(engine: Engine, alone: Engine) -> None:
     assert engine.info.memory.adapters > 0

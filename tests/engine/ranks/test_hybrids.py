@@ -37,6 +37,7 @@ UNEVEN: dict[str, Any] = dict(
 """Layers for two stages: one recurrent layer and two with attention, and the other way round."""
 
 
+@pytest.mark.always("1-2-*")
 @pytest.mark.parametrize(("tp", "pp", "seeds"), then_long(2, [(2, 1, (9,)), (1, 2, (13,)), (2, 2, (9,))]))
 def test_answers_of_random_histories_on_several_ranks_are_those_of_transformers(
     tmp_path: Path, tp: int, pp: int, seeds: tuple[int, ...]
@@ -51,6 +52,7 @@ def test_answers_of_random_histories_on_several_ranks_are_those_of_transformers(
     assert seen["ties"] < seen["tokens"] / 100
 
 
+@pytest.mark.always("Bamba-*", "Qwen3_5Moe*")
 @pytest.mark.parametrize(
     ("family", "changes", "tp", "pp"),
     [
@@ -74,6 +76,7 @@ def test_the_next_turn_computes_only_its_new_tokens(
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text-*")
 @pytest.mark.parametrize(
     ("family", "changes", "tp", "pp"),
     then_long(

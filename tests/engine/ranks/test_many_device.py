@@ -121,6 +121,7 @@ def layouts(*sizes):
     return pytest.mark.parametrize("engine", sizes, ids=str, indirect=True, scope="module")
 
 
+@pytest.mark.always("*(2, 1)*", "*(1, 2)*")
 @layouts((2, 1), (1, 2), (2, 2), (4, 1))
 def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     info = engine.info
@@ -134,12 +135,14 @@ def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
 
 
 # Tests of the sampler draw with shards of four.
+@pytest.mark.always("greedy-(2, 1)", "filtered-(1, 2)", "drawn-(2, 1)")
 @layouts((2, 1), (1, 2), (2, 2), pytest.param((4, 1), marks=pytest.mark.long))
 @pytest.mark.parametrize("params", [GREEDY, FILTERED, DRAWN], ids=["greedy", "filtered", "drawn"])
 def test_requests_get_the_tokens_of_one_process(engine, alone, params):
     check_requests(engine, alone, params)
 
 
+@pytest.mark.long
 @layouts((4, 1))
 def test_four_ranks_give_greedy_requests_the_tokens_of_one_process(engine, alone):
     check_requests(engine, alone, GREEDY)
@@ -168,6 +171,7 @@ def test_the_log_of_steps_has_the_time_that_each_stage_computed_and_that_of_step
     assert all(0.0 < busy < steps.under_way <= took for busy in steps.stages)
 
 
+@pytest.mark.always("(1, 2)")
 @layouts((1, 2), (2, 2))
 def test_answers_by_grammars_are_those_of_one_process_and_forced_tokens_come_at_once(engine, alone):
     choose, given, longest = random.Random(3), {}, 0
@@ -182,6 +186,7 @@ def test_answers_by_grammars_are_those_of_one_process_and_forced_tokens_come_at_
     assert longest > 10
 
 
+@pytest.mark.always("(2, 1)")
 @layouts((2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.long))
 def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_process(engine, alone):
     choose, before = random.Random(2), engine.loop.stats()
@@ -201,6 +206,7 @@ def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_p
     assert after.preemptions > before.preemptions
 
 
+@pytest.mark.always("0-(1, 2)")
 @layouts(pytest.param((2, 1), marks=pytest.mark.long), (1, 2), (2, 2))
 @pytest.mark.parametrize("seed", then_long(1, range(2)))
 def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, alone, seed):
@@ -273,6 +279,7 @@ def talk(alone, seed, turns):
         tokens += answer
 
 
+@pytest.mark.always("(2, 1)")
 @layouts((2, 1), (1, 2))
 def test_a_conversation_moves_to_an_engine_of_its_layout_then_to_disk_and_goes_on(engine, alone, make_engine, tmp_path):
     first, second, third = talk(alone, 20, 3)

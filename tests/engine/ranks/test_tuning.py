@@ -77,6 +77,7 @@ def alone(make_bench: Make, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
     return found
 
 
+@pytest.mark.always("2-1", "1-2")
 @layouts
 def test_a_job_has_the_losses_of_one_process_and_its_adapter_is_served_at_once(
     bench: Make, alone: tuple[list[float], list[int]], tmp_path: Path, tp: int, pp: int
@@ -94,6 +95,7 @@ def test_a_job_has_the_losses_of_one_process_and_its_adapter_is_served_at_once(
     assert each.lent[-1] == 0 < max(each.lent)
 
 
+@pytest.mark.always("slices-tp2")
 @pytest.mark.parametrize(
     ("options", "tp", "pp"),
     [(SLICES, 2, 1), ({"deferral_bound": 0.0}, 1, 2), (SLICES, 1, 2)],

@@ -95,6 +95,7 @@ def check_nobody_is_delayed(workload, **config):
     return ahead.stats.blocks_swapped_in_ahead
 
 
+@pytest.mark.always("60.0-by-layer")
 @pytest.mark.parametrize(
     ("target", "swap_in"),
     then_long(2, [(None, "complete"), (60.0, "by-layer"), (None, "by-layer"), (60.0, "complete")]),

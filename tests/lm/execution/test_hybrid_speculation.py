@@ -177,6 +177,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(directory, device="cpu", dtype="float32")
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_random_conversations_give_the_tokens_that_they_get_without_drafts(model: Model) -> None:
     seen = Counter[str]()
     for seed in range(4):
@@ -204,6 +205,7 @@ def test_captured_steps_give_the_tokens_that_models_give_without_drafts(family: 
     assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
 
 
+@pytest.mark.always("Qwen3_5Text-suffix")
 @pytest.mark.parametrize("speculation", then_long(1, ["suffix", "ngram"]))
 def test_drafters_give_the_tokens_that_models_give_without_drafts(model: Model, speculation: str) -> None:
     plain, _, _ = play(model, 6, "off", aborts=False)

@@ -125,6 +125,7 @@ def converse(
     return turns, loop.stats()
 
 
+@pytest.mark.always("Qwen3_5Text-1", "NemotronH-3")
 @pytest.mark.parametrize("steps_in_flight", then_long(2, [1, 3, 2]))  # two are in flight where copies are late
 def test_answers_from_snapshots_equal_those_of_the_model_without_a_cache(small: Small, steps_in_flight: int) -> None:
     turns, stats = converse(small, steps_in_flight=steps_in_flight)
@@ -136,6 +137,7 @@ def test_answers_from_snapshots_equal_those_of_the_model_without_a_cache(small: 
     assert stats.snapshots_swapped_in > 0
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small) -> None:
     turns, stats = converse(small, make_stream=LateStream)
     for prompt, answer in turns:
@@ -143,6 +145,7 @@ def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small) -> None:
     assert stats.blocks_swapped_in > 10
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_answers_are_equal_without_a_host_tier(small: Small) -> None:
     turns, stats = converse(small, host=False)
     for prompt, answer in turns:

@@ -123,6 +123,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-4-experts": ("GraniteMoeHybrid", {**EXPERTS, "mamba_proj_bias": True, "attention_bias": True}),
 }
+KINDS = ("qwen3.5", "qwen3-next-odd", "lfm2-odd", "bamba-odd", "falcon-h1", "nemotron-3")
+"""One case for each kind of recurrent layer, and each way in which its tensors are laid out."""
 BLOCK, ROWS, SNAPSHOTS, HOST_SNAPSHOTS, WIDTH = 4, 6, 4, 3, 12
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -217,6 +219,7 @@ def test_a_whole_prompt_gives_the_logits_of_transformers(case: tuple[Any, Model]
     same(found, expected(module, tokens))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (7, 8, 31), (2, 40), tuple(range(1, 41))])
 def test_chunks_give_the_logits_of_the_whole(case: tuple[Any, Model], cuts: tuple[int, ...]) -> None:
     module, model = case
@@ -226,6 +229,7 @@ def test_chunks_give_the_logits_of_the_whole(case: tuple[Any, Model], cuts: tupl
     same(torch.cat(found), expected(module, tokens))
 
 
+@pytest.mark.always(*KINDS)
 def test_sequences_of_a_step_do_not_change_each_other(case: tuple[Any, Model]) -> None:
     module, model = case
     draw, steps = random.Random(3), Steps(model)
@@ -254,6 +258,7 @@ def blocks(row: int) -> tuple[int, ...]:
     return tuple(range(row * WIDTH, (row + 1) * WIDTH))
 
 
+@pytest.mark.always(*KINDS)
 def test_sequences_go_on_from_a_snapshot_in_other_rows(case: tuple[Any, Model]) -> None:
     # The snapshot has 10 tokens: two full blocks, which the new rows share, and half of one, which each gets a copy of.
     module, model = case
@@ -267,6 +272,7 @@ def test_sequences_go_on_from_a_snapshot_in_other_rows(case: tuple[Any, Model]) 
         same(found, expected(module, first + turn)[len(first) :])
 
 
+@pytest.mark.always(*KINDS)
 def test_a_snapshot_comes_back_from_the_host(case: tuple[Any, Model]) -> None:
     module, model = case
     steps, first, turn, slot = Steps(model), prompt(8), prompt(6, seed=2), ROWS + 2
@@ -279,6 +285,7 @@ def test_a_snapshot_comes_back_from_the_host(case: tuple[Any, Model]) -> None:
     same(found, expected(module, first + turn)[len(first) :])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("accepted", [1, 3, 5])
 def test_a_state_moves_on_by_the_accepted_tokens_of_a_draft(case: tuple[Any, Model], accepted: int) -> None:
     module, model = case
@@ -303,6 +310,7 @@ def test_a_state_moves_on_by_the_accepted_tokens_of_a_draft(case: tuple[Any, Mod
     same(found, expected(module, known + turn)[len(known) :])
 
 
+@pytest.mark.always(*KINDS)
 def test_several_replays_are_computed_in_batches_of_bounded_size(
     case: tuple[Any, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +327,7 @@ def test_several_replays_are_computed_in_batches_of_bounded_size(
         same(found, expected(module, tokens)[-1:])
 
 
+@pytest.mark.always("qwen3.5")
 def test_places_that_do_not_fit_a_draft_are_refused(case: tuple[Any, Model]) -> None:
     for places, message in (
         ((0, 1, 64), "place 64; there are 64 places"),
@@ -329,6 +338,7 @@ def test_places_that_do_not_fit_a_draft_are_refused(case: tuple[Any, Model]) -> 
             steps.run((1, 0, prompt(3)), states=StatePlan(verifies=(KeptInputs(1, places),)))
 
 
+@pytest.mark.always("qwen3.5")
 def test_no_inputs_are_kept_if_no_drafter_is_named(case: tuple[Any, Model]) -> None:
     for speculation, places in (("off", 0), ("auto", 0), ("suffix", 64)):
         states = Steps(case[1], speculation).shape.states
@@ -336,6 +346,7 @@ def test_no_inputs_are_kept_if_no_drafter_is_named(case: tuple[Any, Model]) -> N
         assert states.places == places
 
 
+@pytest.mark.always("qwen3.5")
 def test_two_segments_of_a_row_are_refused(case: tuple[Any, Model]) -> None:
     steps = Steps(case[1])
     with pytest.raises(ValueError, match="row 2 has 2 segments in one step"):

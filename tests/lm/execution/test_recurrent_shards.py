@@ -121,6 +121,7 @@ def test_the_shards_of_a_model_give_the_logits_of_transformers(
     compare(checkpoint, tp, story)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tp", [2, 4])
 def test_no_device_holds_more_than_its_share(checkpoint: tuple[Any, Path], tp: int) -> None:
     def part(rank: Rank) -> Decoder:

@@ -234,6 +234,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory
 
 
+@pytest.mark.always(
+    "llama-layout0",
+    "llama-layout4",
+    "mistral-layout6",
+    "qwen2-layout12",
+    "qwen3-layout18",
+    "gpt-oss-layout20",
+    "gpt-oss-layout22",
+)
 @pytest.mark.parametrize(
     ("checkpoint", "layout"),
     long_unless(lambda at: at % 2 == 0, [(name, layout) for name in MODELS for layout in LAYOUTS.values()]),
@@ -243,6 +252,7 @@ def test_shards_and_stages_give_the_logits_and_tokens_of_the_whole_model(checkpo
     check(checkpoint, layout)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpoint", [name for name in MODELS if name != "gpt-oss"], indirect=True)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])
 def test_fp8_shards_give_the_logits_of_the_whole_fp8_model(checkpoint: Path, layout: Layout) -> None:
@@ -250,6 +260,21 @@ def test_fp8_shards_give_the_logits_of_the_whole_fp8_model(checkpoint: Path, lay
     check(checkpoint, layout, quantization=quantization)
 
 
+@pytest.mark.always(
+    "opt-350m-none",
+    "gpt2-none",
+    "falcon-none",
+    "falcon-7b-none",
+    "gemma2-none",
+    "phi3-none",
+    "stablelm-12b-none",
+    "phimoe-none",
+    "llama4-none",
+    "olmo2-none",
+    "deepseek-v*-none",
+    "opt-fp8",
+    "falcon-fp8",
+)
 @pytest.mark.parametrize(
     ("variant", "quantization"),
     [(name, "none") for name in VARIANTS] + [(name, "fp8") for name in [*VARIANTS][::3] if name not in WITH_EXPERTS],
@@ -289,6 +314,7 @@ def test_norms_over_all_heads_are_split_where_devices_share_a_kv_head_or_not(tmp
     check(tmp_path, Layout(tp=tp))
 
 
+@pytest.mark.always("llama-layout0-none", "gpt-oss-layout4-none", "qwen2-layout7-fp8")
 @pytest.mark.parametrize(
     ("checkpoint", "layout", "quantization"),
     [(name, Layout(tp=2), "none") for name in MODELS]
@@ -302,6 +328,7 @@ def test_sums_in_halves_give_the_logits_of_the_whole_model(
     check(checkpoint, layout, quantization=quantization)
 
 
+@pytest.mark.always("tp4", "2x2")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_random_weights_are_the_same_in_every_layout(tmp_path: Path, layout: Layout) -> None:
     # More rows than are drawn at a time.
@@ -310,6 +337,7 @@ def test_random_weights_are_the_same_in_every_layout(tmp_path: Path, layout: Lay
     check(tmp_path, layout, load_format="random")
 
 
+@pytest.mark.always("llama", "gpt-oss")
 def test_no_device_holds_more_than_its_share(checkpoint: Path) -> None:
     one = load(checkpoint, device="cpu").spec.weight_bytes
     for layout in (Layout(tp=2), Layout(pp=2), Layout(2, 2)):

@@ -187,6 +187,7 @@ def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small, by_layer
     assert stats.blocks_swapped_in > 20
 
 
+@pytest.mark.always("cpu-Llama-auto")
 def test_answers_are_wrong_if_steps_do_not_wait_for_copies(small: Small) -> None:
     if small.model.spec.device.type != "cpu":
         pytest.skip("the late stream copies on the host")

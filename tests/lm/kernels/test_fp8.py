@@ -105,6 +105,7 @@ def multiply(x: torch.Tensor, weight: Fp8Weight, bias: Any, out: torch.Tensor, l
         fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 208), (16, 33)])
 @pytest.mark.parametrize("parts", [1, 3])
@@ -184,6 +185,7 @@ def half_a_layer(ops: LayerOps, stream: Any, x: Any, weights: list[Any], biases:
     return ops.linear(ops.add_linear_norm(stream, inner, weights[2], biases[2], norm), weights[3], biases[3])
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from tests.invariants import check_pool
+from tests.long import then_long
 
 
 def a_pool(blocks=8, **options):
@@ -206,7 +207,7 @@ class Life:
             ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", then_long(20, range(60)))
 def test_every_block_table_leads_to_its_sequences_state_whatever_is_lent(seed):
     life = Life(seed)
     for _ in range(200):

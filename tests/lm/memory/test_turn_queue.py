@@ -204,6 +204,7 @@ def test_a_conversation_counts_its_turns_and_a_branch_starts_where_the_trunk_end
     assert world.resume("chat", 3.0) == Start(3, 0, 0, b"chat", 2, "person"), "another answer to the same turn"
 
 
+@pytest.mark.always("pauses-0", "ttl-1", "hits-2")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("eviction", ["pauses", "ttl", "hits"])
 def test_victims_come_by_value_over_long_histories(eviction, seed):
@@ -320,6 +321,7 @@ class Drawing:
         return self.world.rule.class_cost(chunk) * self.world.turns.worth(*use, now)
 
 
+@pytest.mark.always("[0-2]")
 @pytest.mark.parametrize("seed", range(8))
 def test_parked_groups_never_change_the_order(seed, monkeypatch):
     """Against a search through all chunks, while worths drift, jump, and more or less has to be given up."""

@@ -157,6 +157,7 @@ WIDE: dict[str, dict[str, Any]] = {
 """Sizes in multiples of a block of 256. A drawn block is stored as it is, so weights have no factors."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])
 @pytest.mark.parametrize("name", WIDE)
 def test_a_quantized_hybrid_has_the_logits_of_its_dequantized_checkpoint(tmp_path: Path, name: str, kind: str) -> None:

@@ -202,6 +202,7 @@ def difference(model: Any, module: Any) -> float:
     return float((_paged_logits(model, ids) - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.each_value("Llama-*")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3Moe"])
 def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family: str, method: str) -> None:

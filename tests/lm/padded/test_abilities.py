@@ -55,12 +55,14 @@ def test_a_window_that_forgets_columns_under_shaping_is_found():
     assert able(tiny("gemma3"), growing=False) == ALL - {"croppable", "shaping"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "mamba2", "rwkv"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_changes_no_verdict(family, dtype):
     assert able(tiny(family, dtype=dtype)) == able(tiny(family))
 
 
+@pytest.mark.always("mamba", "llama")
 @pytest.mark.parametrize("family", ["llama", "mamba", "rwkv"])
 def test_half_precision_that_cannot_be_raised_leaves_out_wrong_ways(family, monkeypatch):
     monkeypatch.setattr(driver_module, "_free_bytes", lambda device: 0)

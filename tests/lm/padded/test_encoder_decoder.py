@@ -77,6 +77,7 @@ def serve(loop, prompts, max_tokens, first=0):
     return [given[str(number)] for number in range(first, first + len(prompts))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheduler", ["stall-free", "embedding", "run-to-completion"])
 def test_each_request_gets_the_tokens_of_generate(family, scheduler):
     directory, module = family

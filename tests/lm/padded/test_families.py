@@ -32,6 +32,33 @@ RUNS, REQUESTS, HISTORIES = 8, 10, 12
 """For each way in `make families`: number of runs, of requests in a run, and of histories."""
 
 
+KINDS = (
+    "llama",
+    "mistral-sliding",
+    "falcon-alibi",
+    "bloom",
+    "gpt-neo",
+    "gpt2",
+    "opt",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "mixtral",
+    "deepseek-v3",
+    "llama4-chunked",
+    "minimax",
+    "ctrl",
+    "openai-gpt",
+    "rwkv",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "deepseek-v4",
+    "xlstm",
+)
+"""A family of each kind of positions, masks and states. What others can do is probed, as that of these."""
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to compute requests: options of the engine, the abilities it needs, and the events that must happen in it.
@@ -127,6 +154,7 @@ def test_both_tables_have_a_row_for_each_family() -> None:
     assert len(FAMILIES) >= 50
 
 
+@pytest.mark.always(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tables_list_the_abilities_of_a_family_and_all_ways_of_its_comparison(family: str) -> None:
     cells = [cell.strip() for cell in found(family).split("|")[2:-1]]
@@ -137,6 +165,7 @@ def test_the_tables_list_the_abilities_of_a_family_and_all_ways_of_its_compariso
         assert bool(re.fullmatch(r"[1-9]\d+ in [1-9]\d+", cell)) == way.possible(device(family).abilities), cell
 
 
+@pytest.mark.always(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_get_the_tokens_of_generate_under_each_scheduler(family: str) -> None:
     for way in WAYS.values():

@@ -55,6 +55,7 @@ def run(family: str, seeds: range, device: str = "cpu", **options: object) -> Co
     return seen
 
 
+@pytest.mark.always("gemma3", "mamba2", "rwkv")
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2", "jamba", "rwkv"])
 def test_each_row_gets_what_it_gets_alone(family: str) -> None:
     seen = run(family, range(10, 10 + 2 * HISTORIES), make_stream=LateStream)
@@ -63,6 +64,7 @@ def test_each_row_gets_what_it_gets_alone(family: str) -> None:
     }
 
 
+@pytest.mark.always("llama", "mamba2")
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2"])
 def test_rows_whose_state_is_lost_start_again_and_get_the_same(family: str) -> None:
     assert run(family, range(1000, 1000 + 2 * HISTORIES), fails=0.05)["lost"] > HISTORIES
@@ -77,6 +79,7 @@ def test_a_model_without_an_ability_gives_the_same_in_more_forwards(missing: str
     assert {"embed", "shape", "chunk", "group"} <= {*seen}
 
 
+@pytest.mark.always("llama")
 @pytest.mark.parametrize("family", HOLED)
 def test_rows_with_the_holes_of_shaping_as_printed_get_the_same(family: str) -> None:
     kinds = ("shape", "chunk", "group", "abort", "run_on", "again")

@@ -35,6 +35,7 @@ WAYS = [("stall-free", 1), *((name, 2 - number % 2) for number, name in enumerat
 """Schedulers, each with a number of steps in flight."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("case", "scheduler", "steps_in_flight"),
     long_unless(
@@ -56,6 +57,7 @@ def test_tokens_are_those_of_each_request_alone(case: Case, scheduler: str, step
     assert ("chunk" in seen) == (scheduler == "stall-free" and case.device.abilities.chunks)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheduler", ["stall-free", "embedding", "padded-batches"])
 def test_tokens_are_equal_when_the_device_runs_out_of_memory_now_and_then(case: Case, scheduler: str) -> None:
     tokens, watched = serve(case, scheduler=scheduler, fails=0.05)
@@ -63,6 +65,7 @@ def test_tokens_are_equal_when_the_device_runs_out_of_memory_now_and_then(case: 
     assert any(result.part(RowResult).lost for result in watched.results)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("host_rows", [0, 10])
 def test_tokens_are_equal_when_rows_are_displaced_by_more_urgent_ones(case: Case, host_rows: int) -> None:
     tokens, watched = serve(case, rows_in_memory=2, host_rows=host_rows, headroom=0.0, seed=5)
@@ -72,6 +75,7 @@ def test_tokens_are_equal_when_rows_are_displaced_by_more_urgent_ones(case: Case
     assert ("store" in seen) == ("load" in seen) == bool(host_rows)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen2"])
 def test_tokens_are_equal_with_each_attention_of_transformers(family: str, attention: str) -> None:

@@ -43,6 +43,7 @@ def on_disk(parts):
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [3, 21])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_state_that_another_process_reads_gives_the_logits_of_the_one_that_was_written(family, length):

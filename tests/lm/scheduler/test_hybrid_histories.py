@@ -82,9 +82,9 @@ def seen_in(seed, name):
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    then_long(30, [("stall-free", seed) for seed in range(80)])
-    + then_long(3 * len(POLICIES), [(name, seed) for seed in range(8) for name in POLICIES])
-    + then_long(15 * len(SPECULATING), [(name, seed) for seed in range(40) for name in SPECULATING]),
+    then_long(10, [("stall-free", seed) for seed in range(80)])
+    + then_long(len(POLICIES), [(name, seed) for seed in range(8) for name in POLICIES])
+    + then_long(4 * len(SPECULATING), [(name, seed) for seed in range(40) for name in SPECULATING]),
 )
 def test_every_segment_of_a_random_history_begins_with_the_state_of_the_tokens_before_it(name, seed):
     seen_in(seed, name)
@@ -95,13 +95,14 @@ def test_states_are_exact_in_any_history(seed, name):
     check(play(seed, name))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", then_long(4, range(12)))
 def test_states_at_the_ends_of_long_prompts_are_exact(seed, monkeypatch):
     monkeypatch.setattr(hybrid_cache, "LONG", 6)
     history = play(1000 + seed, "stall-free")
     check(history)
 
 
+@pytest.mark.long
 def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     seen = Counter()
     for seed in range(30):
@@ -115,6 +116,7 @@ def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     assert seen["snapshots_swapped_in"] > 25
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "often"), [("speculating", 75), ("where it pays", 18)])
 def test_random_histories_exercise_states_that_move_on_after_drafts(name, often):
     seen = Counter()

@@ -73,6 +73,7 @@ def test_the_reference_step_has_32_decodes_of_4096_tokens_and_less_where_the_eng
     assert reference_step(64, 1 << 20, cache_positions=5) == (32, 1), "a decode has a context"
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("target", [0.001, 0.006, 0.009, 0.02, 1.0])
 @pytest.mark.parametrize("rows", [4, 64])
 def test_the_budget_of_a_target_is_the_most_whole_tiles_whose_full_step_meets_it(target, rows):

@@ -264,6 +264,7 @@ def test_every_request_gets_its_tokens_under_any_policy_and_order(seed, name, or
     check(play(seed, name, order and order(), losing))
 
 
+@pytest.mark.long
 def test_random_histories_exercise_every_move_and_ended_rows():
     seen = Counter()
     for name in POLICIES:

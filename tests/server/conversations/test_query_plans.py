@@ -119,6 +119,7 @@ def scans(store: Store, statement: str, parameters: Any) -> list[str]:
     return [table for table in found if not table.startswith((*BOUNDED, first))]
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_route_reads_no_table_whole(store: Store, route: str) -> None:
     asked = queries(store, ROUTES[route])

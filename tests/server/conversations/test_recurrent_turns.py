@@ -90,6 +90,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
     return Speaker(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.long
 def test_a_conversation_goes_on_after_a_kill_of_the_server(speaker: Speaker, tmp_path: Path) -> None:
     options = speaker.options(tmp_path / "store.sqlite")
     with started(*options) as serving:

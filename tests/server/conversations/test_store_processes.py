@@ -98,6 +98,7 @@ def stored(where: str) -> set[str]:
     return found
 
 
+@pytest.mark.always("sqlite")
 def test_256_turns_at_once_from_four_processes_are_all_stored(
     where: str, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -110,6 +111,7 @@ def test_256_turns_at_once_from_four_processes_are_all_stored(
     assert len(answered) == PROCESSES * CLIENTS and {*answered} == stored(where)
 
 
+@pytest.mark.always("postgresql")
 def test_every_answered_turn_survives_the_kill_of_all_processes(
     where: str, processes: list[subprocess.Popen[str]]
 ) -> None:

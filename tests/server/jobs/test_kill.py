@@ -52,6 +52,7 @@ def test_a_server_killed_in_mid_batch_answers_every_line_once(checkpoint: Path, 
     assert count < LINES
 
 
+@pytest.mark.long
 def test_a_line_in_flight_when_the_engine_died_twice_is_given_up_and_the_server_serves_on(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def states_of(service: str) -> list[bytes]:
         return [name for name in client.scan_iter() if b"after:" in name]
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_another_engine_goes_on_from_what_one_has_put_into_redis(served: tuple[Any, Path], service: str) -> None:
     one = start(served[1], service)
     prompt = conversation(one, turns=2)
@@ -61,6 +62,7 @@ def test_another_engine_goes_on_from_what_one_has_put_into_redis(served: tuple[A
     other.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_a_restarted_engine_finds_its_states_in_redis(served: tuple[Any, Path], service: str) -> None:
     engine = start(served[1], service)
     prompt = conversation(engine, turns=1)
@@ -73,6 +75,7 @@ def test_a_restarted_engine_finds_its_states_in_redis(served: tuple[Any, Path], 
         engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_a_state_that_redis_has_evicted_is_computed(served: tuple[Any, Path], service: str) -> None:
     engine = start(served[1], service)
     prompt = conversation(engine, turns=1)
@@ -86,6 +89,7 @@ def test_a_state_that_redis_has_evicted_is_computed(served: tuple[Any, Path], se
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_a_flipped_bit_in_redis_costs_computing_and_no_wrong_token(served: tuple[Any, Path], service: str) -> None:
     engine = start(served[1], service)
     prompt = conversation(engine, turns=1)
@@ -101,6 +105,7 @@ def test_a_flipped_bit_in_redis_costs_computing_and_no_wrong_token(served: tuple
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_a_service_that_is_gone_costs_nothing_but_computing(served: tuple[Any, Path]) -> None:
     server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -116,6 +121,7 @@ def test_a_service_that_is_gone_costs_nothing_but_computing(served: tuple[Any, P
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_a_disk_and_redis_have_the_states_and_the_disk_gives_them(
     served: tuple[Any, Path], service: str, tmp_path: Path
 ) -> None:
@@ -131,6 +137,7 @@ def test_a_disk_and_redis_have_the_states_and_the_disk_gives_them(
     engine.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2)], ids=str)
 @pytest.mark.parametrize("tier", ["disk", "remote"])
 def test_ranks_keep_their_parts_of_a_state_below_the_host(

@@ -91,6 +91,7 @@ def test_the_next_turn_computes_only_its_new_tokens(served: tuple[Any, Path], lo
         prompt += found + drawn(7, seed=turn + 1)
 
 
+@pytest.mark.always("Qwen3_5Text", "NemotronH")
 def test_branches_of_a_conversation_begin_at_the_end_of_the_same_turn(
     served: tuple[Any, Path], loop: LanguageLoop
 ) -> None:
@@ -102,6 +103,7 @@ def test_branches_of_a_conversation_begin_at_the_end_of_the_same_turn(
         assert found[name] == (generated(served[0], prompt, 9), len(first + said) - 1)
 
 
+@pytest.mark.always("Qwen3_5Text", "FalconH1")
 def test_drafts_change_no_token_of_a_conversation(served: tuple[Any, Path]) -> None:
     few = SamplingParams(temperature=0.5, seed=1, max_tokens=30, ignore_eos=True, logit_bias=((3, 40.0), (7, 39.0)))
     said = dict[str, list[tuple[tuple[int, ...], int]]]()
@@ -121,6 +123,7 @@ def test_drafts_change_no_token_of_a_conversation(served: tuple[Any, Path]) -> N
     assert all(cached >= 30 * turn for turn, (_, cached) in enumerate(said["ngram"])), "each turn goes on from the last"
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_kept_inputs_of_drafts_count_as_memory_of_running_sequences(served: tuple[Any, Path]) -> None:
     spec, rows = load(served[1], device="cpu", dtype="float32").spec, dict[str, int]()
     for speculation in ("auto", "ngram"):
@@ -131,6 +134,7 @@ def test_kept_inputs_of_drafts_count_as_memory_of_running_sequences(served: tupl
     assert rows["ngram"] == rows["auto"] + 64 * spec.kept_bytes > rows["auto"]
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> None:
     shapes = {}
     for share in (0.25, 0.75):
@@ -189,6 +193,7 @@ def test_the_first_copies_of_states_to_the_host_are_made_at_the_start(
         engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text-*")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -203,6 +208,7 @@ def test_options_that_recurrent_layers_do_not_have_are_refused(
         build_engine(EngineConfig(model=str(served[1]), **SIZES, **options, executor="paged")).close()
 
 
+@pytest.mark.always("Qwen3_5Text", "NemotronH", "FalconH1")
 def test_turns_with_adapters_go_on_from_their_own_states(served: tuple[Any, Path], tmp_path: Path) -> None:
     module, directory = served
     spec = decoder_spec(directory)
@@ -258,6 +264,7 @@ def conversation(engine: Engine, turns: int) -> tuple[int, ...]:
     return prompt
 
 
+@pytest.mark.always("Qwen3_5Text", "NemotronH")
 def test_an_engine_goes_on_from_what_another_has_left_on_the_disk(served: tuple[Any, Path], tmp_path: Path) -> None:
     engine = with_disk(served, tmp_path / "disk")
     prompt = conversation(engine, turns=2)
@@ -270,6 +277,7 @@ def test_an_engine_goes_on_from_what_another_has_left_on_the_disk(served: tuple[
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text-*")
 @pytest.mark.parametrize("store", ["states", "blocks"])
 def test_a_flipped_bit_on_the_disk_costs_computing_and_no_wrong_token(
     served: tuple[Any, Path], tmp_path: Path, store: str
@@ -288,6 +296,7 @@ def test_a_flipped_bit_on_the_disk_costs_computing_and_no_wrong_token(
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_a_state_that_a_kill_left_incomplete_is_dropped_at_the_start(
     served: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +315,7 @@ def test_a_state_that_a_kill_left_incomplete_is_dropped_at_the_start(
     engine.close()
 
 
+@pytest.mark.always("Qwen3_5Text")
 def test_the_snapshots_share_of_the_disk_follows_the_option(served: tuple[Any, Path], tmp_path: Path) -> None:
     totals = []
     for share in (0.25, 0.75):

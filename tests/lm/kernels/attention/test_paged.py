@@ -61,6 +61,7 @@ def test_a_mixed_batch_equals_the_oracle(
     assert_exact(attend(batch, scale=0.2), oracle(batch, scale=0.2))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [1, 7, 150])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -80,6 +81,7 @@ def test_softcap_and_sinks_equal_the_oracle(softcap: float | None, device: str) 
     assert_exact(attend(batch, **options), oracle(batch, **options))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (40, 5)])
 def test_an_fp8_cache_equals_the_oracle_over_rounded_keys_and_values(

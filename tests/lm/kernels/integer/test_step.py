@@ -317,6 +317,7 @@ def test_results_have_the_same_bits_for_any_number_of_threads(threads: int) -> N
     assert all(torch.equal(made.steps.logits(stream, tokens), wanted) for _ in range(20))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_token_has_the_same_bits_alone_and_among_others(library: Library, dtype: torch.dtype, tied: bool) -> None:

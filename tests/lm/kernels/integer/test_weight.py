@@ -55,6 +55,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("bits", OFFSETS)
 @pytest.mark.parametrize(("rows", "inputs", "tokens"), [(16, 32, 1), (37, 96, 3), (130, 256, 8), (48, 512, 75)])
 def test_a_product_is_that_of_rounded_activations(
@@ -72,6 +73,7 @@ def test_a_product_is_that_of_rounded_activations(
     assert torch.equal(found, weight.linear(half.float(), None).bfloat16()), "sums are rounded once, to the nearest"
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("bits", OFFSETS)
 def test_rounding_activations_moves_a_product_by_less_than_one_percent(library: Library, bits: int) -> None:
     drawn = draw(256, 2048, bits)
@@ -90,6 +92,7 @@ def test_products_of_any_shape_equal_those_of_rounded_activations(
     assert torch.allclose(weight.linear(x, None).double(), wanted, rtol=1e-5, atol=float(wanted.abs().max()) * 1e-5)
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("bits", OFFSETS)
 def test_sums_of_the_largest_numbers_do_not_overflow(library: Library, bits: int) -> None:
     """Sums of 16 bits, which AVX2 makes of pairs, come near their limit."""
@@ -103,6 +106,7 @@ def test_sums_of_the_largest_numbers_do_not_overflow(library: Library, bits: int
             assert torch.allclose(found, torch.full((2, 16), sign * 64.0 * (number - OFFSETS[bits])), rtol=1e-6)
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("bits", OFFSETS)
 def test_a_result_depends_neither_on_other_rows_nor_on_threads(library: Library, bits: int, threads: None) -> None:
     weight = pack_integers(library, *draw(2050, 256, bits), bits)
@@ -124,6 +128,7 @@ def test_levels_give_equal_integers(threads: None) -> None:
         assert all(torch.allclose(each, weight.linear(x, None), rtol=1e-4, atol=1e-4) for each in results)
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_makes_its_row_nan_and_no_other(library: Library, bad: float) -> None:
     weight = pack_integers(library, *draw(32, 64, 4), 4)
@@ -141,6 +146,7 @@ def test_zeros_and_tiny_numbers_give_zero(library: Library) -> None:
     assert weight.linear(torch.full((1, 64), 1e-20), None).any()
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("bits", OFFSETS)
 @pytest.mark.parametrize("rows", [16, 37, 1100])
 def test_a_weight_is_off_by_no_more_than_its_scale_and_low_in_float16(bits: int, rows: int) -> None:

@@ -90,6 +90,7 @@ def test_a_non_finite_number_makes_only_its_own_token_nan(device: str) -> None:
     assert found[4].isnan().all() and found[torch.arange(20) != 4].isfinite().all()
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize(("outputs", "scale_rows", "inputs", "group"), [(64, 32, 256, 64), (50, 2, 192, 64)])
 @pytest.mark.parametrize("parts", [1, 3])
@@ -119,6 +120,7 @@ def test_a_skinny_launch_takes_whole_blocks(tokens: int, cut: bool, device: str)
     assert block_launch_for(many, weight) is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "dtype", "bound"),

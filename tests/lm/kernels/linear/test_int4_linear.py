@@ -77,6 +77,7 @@ def test_rows_that_cannot_be_cut_into_chunks_are_not_packed() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize(("inputs", "group"), [(256, 32), (512, 64), (512, 128), (512, 512)])

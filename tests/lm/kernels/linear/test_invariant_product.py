@@ -52,6 +52,7 @@ def drawn(
     return x.to(device, dtype), weight.to(device, dtype), torch.randn(outputs).to(device, dtype)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 700), (16, 64), (33, 301)])
 @pytest.mark.parametrize("gpu", [FEW, MANY])
 @pytest.mark.parametrize("biased", [False, True])

@@ -50,6 +50,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "rank", "rotated", "block_size"), [(4, 24, 8, 5), (20, 16, 16, 1), (1, 40, 12, 16)])
 @pytest.mark.parametrize("amplitude", [1.0, 1.3])
@@ -102,6 +103,7 @@ def test_norm_equals_float64_and_keeps_its_input(tokens: int, width: int, dtype:
     assert torch.equal(stream, before)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float16), (5, torch.float16), (9, torch.float16)])
 @pytest.mark.parametrize(("width", "inputs"), [(64, 128), (72, 4096), (40, 2600)])
@@ -141,6 +143,7 @@ def test_zero_tokens_give_empty_results(device: str) -> None:
     assert ops.gated_linear(stream, weight.t().contiguous()).shape == (0, 64)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize(("tokens", "inputs", "width", "dtype"), [
     (3, 64, 100, torch.float32),
@@ -161,6 +164,7 @@ def test_gated_linear_equals_float64(
     assert_near(found, oracle(shape).gated_linear(*doubled(x, weight, bias)))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
@@ -176,6 +180,7 @@ def test_the_gate_includes_adapters(kind: type[LayerOps], together: bool, activa
     assert_near(found, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "amplitude"),
@@ -341,6 +346,7 @@ def test_a_captured_layer_equals_float64(dtype: torch.dtype, tokens: int) -> Non
     assert torch.equal(found, first)  # no sum depends on the order in which programs end
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inputs", "width"), [(1, 256, 256, 100), (1, 2600, 256, 72), (2, 256, 256, 100)]

@@ -55,6 +55,7 @@ def test_a_norm_more_precise_than_the_stream_keeps_the_streams_dtype(kind: type[
     assert_near(found, functional.layer_norm(stream.double(), (72,), *weight.double().chunk(2), EPS))
 
 
+@pytest.mark.each_pair
 @KINDS
 @TOKENS
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -123,6 +124,7 @@ def test_an_mlp_without_a_gate_is_the_activation_alone(
     assert_near(ops.gated_linear(x, weight, bias), act(functional.linear(*doubled(x, weight, bias))))
 
 
+@pytest.mark.each_pair
 @KINDS
 @pytest.mark.parametrize("rotated", [0, 6, 8])
 @pytest.mark.parametrize("norm", ["none", "whole", "layer"])

@@ -85,6 +85,7 @@ def halves(weight: torch.Tensor, fp8: bool) -> list[Weight]:
     return [quantize(part, row_maxima(weight)) for part in parts] if fp8 else [*parts]
 
 
+@pytest.mark.each_pair
 @KINDS
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -117,6 +118,7 @@ def test_partial_sums_of_two_devices_are_added_and_normed(
         assert_near(normed, expected)
 
 
+@pytest.mark.each_pair
 @KINDS
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -165,6 +167,7 @@ def test_each_device_embeds_its_own_tokens(dtype: torch.dtype, kind: type[LayerO
     assert torch.equal(kind(shape_of(device, dtype)).embed(ids, embedding), embedding[ids])
 
 
+@pytest.mark.each_pair
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -215,6 +218,7 @@ def test_norms_over_all_heads_count_each_head_of_two_devices_once(
         assert_near(keys, expected)
 
 
+@pytest.mark.each_pair
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 5, 70])

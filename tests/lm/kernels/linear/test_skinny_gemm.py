@@ -16,6 +16,7 @@ def draw(
     return x, (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("rows", [1, 2, 8, 17])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 200), (16, 33)])
 @pytest.mark.parametrize("parts", [1, 3, 8])

@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", list(PRECISION))
 @pytest.mark.parametrize("how", ["tiled", "by groups"])
 @pytest.mark.parametrize("case", CASES)
@@ -209,6 +210,7 @@ GATED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", list(PRECISION))
 @pytest.mark.parametrize("programs", [1, 2048])
 @pytest.mark.parametrize("padding", [0, 3, 80])

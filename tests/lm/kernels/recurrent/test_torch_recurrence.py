@@ -57,6 +57,7 @@ def test_convolutions_apply_bias_and_activation_only_if_given(with_bias: bool, s
     assert_close(ConvolutionCase.random(scattered(MIXED), with_bias=with_bias, silu=silu), BACKEND)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("least", [-1e-4, -30.0, -1e6])
 @pytest.mark.parametrize("kind", [DeltaCase, ScanCase])
 def test_weak_and_strong_decays_stay_exact_over_long_segments(kind: Any, least: float) -> None:

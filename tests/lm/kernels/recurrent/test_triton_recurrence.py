@@ -39,6 +39,7 @@ def test_a_mixed_batch_equals_the_oracle(kind: Any, device: str) -> None:
     assert_close(*on_device(kind.random(scattered(MIXED)), device))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("groups", "heads", "key_dim", "value_dim"), [(1, 3, 48, 16), (3, 3, 16, 40), (1, 1, 128, 128), (1, 2, 20, 72)]
 )
@@ -53,6 +54,7 @@ def test_sizes_that_are_no_powers_of_two_are_padded(
     assert_close(*on_device(ScanCase.random(segments, with_skip=normalize, **sizes), device))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("width", [2, 4, 5])
 @pytest.mark.parametrize(("with_bias", "silu"), [(False, True), (True, False)])
 def test_convolutions_of_any_width_read_the_state(width: int, with_bias: bool, silu: bool, device: str) -> None:
@@ -61,6 +63,7 @@ def test_convolutions_of_any_width_read_the_state(width: int, with_bias: bool, s
     assert_close(*on_device(case, device))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("least", [-1e-4, -30.0, -1e6])
 @pytest.mark.parametrize("kind", [DeltaCase, ScanCase])
 def test_weak_and_strong_decays_stay_exact(kind: Any, least: float, device: str) -> None:
@@ -91,6 +94,7 @@ def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> N
     assert_close(views, backend)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("room", [(12, 400), (12, None)])
 def test_reserved_metadata_serves_one_batch_after_another(kind: Any, room: tuple[int, int | None], device: str) -> None:

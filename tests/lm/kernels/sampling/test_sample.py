@@ -83,6 +83,7 @@ def test_greedy_rows_stay_greedy_among_random_and_filtered_ones() -> None:
         assert torch.equal(found[::2], logits[::2].argmax(-1))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vary", ["seed", "position"])
 @pytest.mark.parametrize("filtered", [False, True])

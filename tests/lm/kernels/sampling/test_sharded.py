@@ -50,6 +50,7 @@ def sharded(logits: torch.Tensor, size: int, how: dict[str, Any]) -> list[torch.
     return in_group(size, work)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 64), (13, 101), (64, 1000)])

@@ -79,6 +79,7 @@ def test_gradients_of_a_layer_norm_of_each_head_equal_autograd_s(device: str) ->
     torch.testing.assert_close(in_float64, expected.flatten(1))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 2, 16), (3, 1, 20), (40, 8, 32)])
@@ -99,6 +100,7 @@ def test_rotation_s_gradient_equals_float64(
     assert_near(found, expected)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", [TrainingOps, FusedTrainingOps])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -149,6 +151,7 @@ def test_gradients_of_norms_over_the_heads_of_two_devices_add_up_to_those_of_one
     assert_near(joined(found, summed=True).float(), expected)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [37, 9000])
 @pytest.mark.parametrize("name", LOSSES)

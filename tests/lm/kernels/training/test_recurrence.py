@@ -116,6 +116,7 @@ def test_a_selective_scan_has_the_gradients_of_a_loop_over_tokens(lengths: list[
     compare((x, dt.abs(), -decay.abs(), b, c, skip), lambda given: scan(given, lengths), expected)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)

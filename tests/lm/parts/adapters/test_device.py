@@ -82,6 +82,7 @@ def run(case: Case, **options: Any) -> Engine:
     return engine
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_nine_adapters_of_all_ranks_beside_none_give_the_tokens_of_their_merged_models(
     case: Case, steps_in_flight: int

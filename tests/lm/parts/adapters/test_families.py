@@ -45,6 +45,26 @@ from tests.ranks import Rank, in_ranks
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
+COMPUTED_APART = (
+    "llama",
+    "phi3",
+    "olmo2",
+    "gemma2",
+    "gemma4",
+    "gemma4-mixture",
+    "opt-350m",
+    "falcon-7b",
+    "gpt2",
+    "stablelm-12b",
+    "phimoe",
+    "llama4",
+    "gpt-oss",
+    "qwen3.5",
+    "lfm2",
+    "falcon-h1",
+    "nemotron-h",
+)
+"""Families whose layers have a kernel of their own, or another order of the same ones."""
 BLOCK, BLOCKS = 4, 8
 GENERATED = 6
 
@@ -159,11 +179,13 @@ def test_every_native_architecture_has_a_case() -> None:
     assert covered == {*NATIVE} - without, "those of models with images have one of these decoders inside"
 
 
+@pytest.mark.each_value("llama-*", "gemma4-dora-wide", "qwen3-next-*", "bamba-*", "falcon-*")
 @pytest.mark.parametrize("names", [("wide", "some"), ("dora", "wide")], ids="-".join)
 def test_logits_of_a_mixed_batch_are_those_of_peft(any_case: Family, names: tuple[str, str]) -> None:
     assert_logits_are_peft_s(any_case, names, prompts(6), tiled=False)
 
 
+@pytest.mark.always("llama-4", "phi3-4", "olmo2-4", "falcon-4", "gemma4-4", "qwen3-moe-4")
 @pytest.mark.parametrize("tp", then_long(1, [4, 2]))
 @pytest.mark.parametrize(
     "name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe", "gemma4", "gemma4-dense"]
@@ -202,6 +224,7 @@ def test_a_slot_of_several_ranks_that_held_a_dora_scales_nothing_for_the_next_ad
     assert_these_are_peft_s(torch.cat(in_ranks(Layout(tp=2), work), 1), case, ("some", "dora"), given)
 
 
+@pytest.mark.always(*COMPUTED_APART)
 def test_the_kernels_of_a_gpu_give_the_same_logits(any_case: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs the layers and the adapters as a captured step on a GPU has them."""
     case = any_case
@@ -216,6 +239,7 @@ def test_the_kernels_of_a_gpu_give_the_same_logits(any_case: Family, monkeypatch
         assert_logits_are_peft_s(case, ("dora", "wide"), prompts(3, longest=4), tiled=True)
 
 
+@pytest.mark.always("llama-*", "opt-350m-*", "gpt2-*", "gemma4-*", "qwen3-moe-*")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_greedy_tokens_of_requests_with_several_adapters_and_none_are_those_of_peft(case: Family, device: str) -> None:
     torch.set_num_threads(1)

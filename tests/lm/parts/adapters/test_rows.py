@@ -101,6 +101,7 @@ def ask(engine: Engine, count: int) -> tuple[list[Request], dict[str, str]]:
     return requests, {request.id: name for request, name in zip(requests, names, strict=True)}
 
 
+@pytest.mark.always("bloom-{}", "mamba*-*max_adapters*", "jamba-*embedding*")
 @pytest.mark.parametrize("options", [{}, {"max_adapters": 1}, {"scheduler": "embedding"}], ids=str)
 def test_each_row_gives_the_tokens_of_peft_s_model_with_its_adapter(case: Case, options: dict[str, Any]) -> None:
     engine = build_engine(case.config(**options))

@@ -47,6 +47,7 @@ class Noting:
         pass
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["fcfs", "priority", "deadline", "fair"])
 @pytest.mark.parametrize("target", [{}, {"tbt_target": 12}])
 def test_requests_without_contracts_are_planned_as_without_the_part(order, target):

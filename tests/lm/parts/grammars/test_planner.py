@@ -100,6 +100,7 @@ def play(seed, name, stages=1):
     return history
 
 
+@pytest.mark.always("request-level-*", "prefill-first-*", "latency-target-*", "speculating-*")
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
@@ -129,6 +130,7 @@ def test_every_request_gets_the_tokens_it_gets_alone_where_some_are_forced(name,
     assert name in ("request-level", "orca") or seen["preempted"] > seeds / 5
 
 
+@pytest.mark.always("3")
 @pytest.mark.parametrize("stages", [2, 3])
 def test_every_request_gets_the_tokens_it_gets_alone_where_some_are_forced_in_a_pipeline(stages):
     seen = Counter()

@@ -80,6 +80,7 @@ def test_every_request_gets_the_tokens_it_gets_alone_whatever_is_noted(seed, sta
     play(seed, stages=stages)
 
 
+@pytest.mark.long
 def test_blocks_come_back_ahead_and_are_used_or_wasted():
     seen = sum((play(seed) for seed in range(80)), Counter())
     assert min(seen["brought"], seen["used"], seen["wasted"]) > 10, seen

@@ -222,7 +222,7 @@ def short_gains(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["orca", "latency-target", "unified", "prefill-first"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_policy_lives_with_a_disk_of_states(name, seed):
     play(seed, name)
 
@@ -233,6 +233,7 @@ def test_states_from_the_disk_are_exact_in_any_history(seed):
     play(seed)
 
 
+@pytest.mark.long
 def test_every_request_gets_the_tokens_it_gets_alone_whatever_the_disk_does_and_whenever_it_is_killed():
     seen = Counter()
     for seed in range(40):

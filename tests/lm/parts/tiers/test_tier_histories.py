@@ -154,6 +154,7 @@ def test_every_policy_lives_with_lower_tiers(name, seed):
     play(seed, name)
 
 
+@pytest.mark.long
 def test_every_request_gets_the_tokens_it_gets_alone_whatever_the_lower_tiers_do():
     seen = Counter()
     for seed in range(24):

@@ -32,6 +32,7 @@ def test_states_stay_exact_while_blocks_are_lent_and_taken_back(seed, name):
     seen_in(seed, name)
 
 
+@pytest.mark.long
 def test_histories_lend_move_and_take_back_blocks_beside_snapshots():
     seen = sum((seen_in(seed, name) for seed in SEEDS for name in NAMES), Counter())
     assert seen["jobs done"] > 50 and seen["moved"] > 100 and seen["tails"] > 50

@@ -165,6 +165,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_pytorch_gives_each_token_the_weighted_sum_of_its_experts(rule: ExpertRule, biased: bool) -> None:
@@ -173,6 +174,7 @@ def test_pytorch_gives_each_token_the_weighted_sum_of_its_experts(rule: ExpertRu
     assert error(apply_experts(x, experts), expected(x, experts)) < 1e-6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("rule", "biased"), BOTH)
 @pytest.mark.parametrize(("tokens", "sizes"), [(1, (6, 64, 32)), (3, (5, 40, 20))])
 def test_a_few_tokens_get_the_weighted_sum_of_their_experts(
@@ -195,6 +197,7 @@ def test_the_reader_of_a_norm_computes_it_if_nobody_has(device: str) -> None:
     assert error(out, expected(functional.rms_norm(x, (64,), norm, 1e-5), experts)) < 1e-6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("rule", "biased"), BOTH)
 @pytest.mark.parametrize(("tokens", "sizes"), [(9, (6, 64, 32)), (37, (5, 40, 20))])
 def test_grouped_tokens_get_the_weighted_sum_of_their_experts(
@@ -215,6 +218,7 @@ GROUPED = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("rule", "corrected"), [(rule, False) for rule in GROUPED] + [(rule, True) for rule in GROUPED if rule.sigmoid]
 )
@@ -260,6 +264,7 @@ def test_pytorch_computes_with_packed_weights(rule: ExpertRule, biased: bool) ->
     assert experts.nbytes < plain.nbytes / 6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tokens", "sizes", "rule", "biased"),
     first_of(
@@ -279,6 +284,7 @@ def test_a_few_tokens_read_packed_weights(
     assert error(out, expected(x, plain)) < 1e-6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tokens", "sizes", "rule", "biased", "dtype"),
     first_of(
@@ -335,6 +341,7 @@ def check_same_bits(experts: Experts, x: torch.Tensor, wanted: torch.Tensor, nea
 SIGMOIDS = ExpertRule(top_k=3, sigmoid=True, factor=2.5, groups=Groups(2, 1, 2))
 
 
+@pytest.mark.always("rule2-True", "rule5-False")
 @pytest.mark.parametrize(("rule", "biased"), [*BOTH[:3], *BOTH[4:6], (SIGMOIDS, False)])
 def test_fixed_launches_give_a_token_the_same_bits_among_any_others(
     rule: ExpertRule, biased: bool, device: str, monkeypatch: pytest.MonkeyPatch
@@ -389,6 +396,7 @@ INPUTS = {Form.FP8: (192, 64), Form.INT8: (96, 160), Form.INT6: (256, 256), Form
 """For each form, the numbers of inputs of the two products; most fill no last block."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize(("rule", "biased"), [BOTH[0], BOTH[4]])
 def test_a_few_tokens_read_weights_of_each_form(rule: ExpertRule, biased: bool, form: Form, device: str) -> None:
@@ -400,6 +408,7 @@ def test_a_few_tokens_read_weights_of_each_form(rule: ExpertRule, biased: bool, 
     assert error(apply_experts(x, experts), expected(x, plain)) < 1e-6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("form", Form)
 def test_grouped_tokens_read_weights_of_each_form(form: Form, dtype: torch.dtype, device: str) -> None:
@@ -421,6 +430,7 @@ def test_blocks_of_rows_belong_to_one_expert(tokens: int, device: str) -> None:
     assert error(out, expected(x, plain)) < 1e-6
 
 
+@pytest.mark.always("3", "37")
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
 @pytest.mark.parametrize("tokens", [3, 9, 37, 64])
 def test_rows_of_padding_change_no_other_row_whatever_they_hold(tokens: int, device: str) -> None:

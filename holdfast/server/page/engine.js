@@ -130,11 +130,13 @@ class EngineView {
           else if (event === 'activity') this.take(data);
           else if (event === 'error') throw new Error(data.message);
         }
+        this.live.lost = true;
         this.say('The stream ended. Connecting again…', 'off');
       } catch (error) {
         if (stream.signal.aborted) return;
         if (error.status === 404 && this.replica) this.replica = ''; // it has gone: follow another one
         else if ([401, 403, 404].includes(error.status)) return this.refused(error);
+        this.live.lost = true;
         this.say(`${error.message || 'The connection was lost'}. Connecting again…`, 'off');
       }
       await new Promise((resolve) => setTimeout(resolve, wait));
@@ -174,6 +176,7 @@ class EngineView {
   take(activity) {
     const now = performance.now() / 1000;
     const lag = now - activity.at;
+    this.live.lost = false;
     this.lag = this.lag === null || activity.begins ? lag : Math.min(lag, this.lag + 0.002);
     if (this.paused !== null) {
       this.buffered.push(activity);

@@ -743,6 +743,22 @@ def test_wide_content_scrolls_inside_itself_and_a_message_of_the_page_covers_no_
     assert page.locator(".toast").count() == 4 and toasts["y"] + toasts["height"] < composer["y"]
 
 
+@pytest.mark.parametrize("width", [280, 360])
+def test_a_narrow_window_cuts_nothing_off(opened: Any, width: int) -> None:
+    page = opened(viewport={"width": width, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.get_by_role("heading", name="Holdfast").count() == 1
+    settings(page)
+    assert page.locator("#set-preset").bounding_box()["width"] > 180
+    assert page.locator(".dialog").evaluate("(dialog) => dialog.scrollWidth - dialog.clientWidth") == 0
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    keys = page.locator(".shortcuts dt", has_text="Alt")
+    assert keys.count() > 3
+    assert len({round(each["height"]) for each in keys.evaluate_all("all => all.map((e) => ({height: e.getClientRects()[0].height}))")}) == 1
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: str, width: int) -> None:
     page = opened("one", color_scheme=scheme, viewport={"width": width, "height": 800})

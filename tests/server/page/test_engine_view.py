@@ -268,6 +268,27 @@ def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> 
     assert page.inner_text(".e-blocks-section h3") == "State of 2 conversations: 7 blocks"
 
 
+def test_an_engine_that_cannot_be_reached_is_not_called_idle(
+    fresh_page: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
+    """The stream reports once and ends, as with its server. It stays empty when the page connects again."""
+    idle = {"waiting": 0, "running": 0, "free_rows": 8, "rows": [], "first": []}
+    activity = {"at": 5.0, "begins": True, "steps": [], "blocks": [], "queues": idle, "stats": {}}
+    events = {"engine": {"model": "m", "block_size": 16}, "activity": activity}
+    bodies = ["".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events.items())]
+
+    def answer(route: Any) -> None:
+        body = bodies.pop() if bodies else ""
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page = fresh_page("about:blank")
+    page.route("**/v1/engine/events*", answer)
+    page.goto(f"{serve(store='memory').url}/#engine")
+    until(page, "/^These are the last figures, from [0-9.]+ s ago/.test(document.querySelector('.e-headline')?.textContent)")
+    assert page.inner_text(".e-story .e-value >> nth=0") == "Unknown"
+    assert page.inner_text(".e-status") == "The stream ended. Connecting again…"
+
+
 def test_words_are_explained_at_the_focus_and_closed_parts_stay_closed(page: Any) -> None:
     page.get_by_role("button", name="Kept state").focus()
     assert "need not compute it again" in page.inner_text(".e-gloss")

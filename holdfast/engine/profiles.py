@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -25,6 +26,8 @@ from holdfast.files.cache import cache_directory
 from holdfast.files.regular import open_regular
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowShape, precision_of
+
+log = logging.getLogger("holdfast.engine")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -221,19 +224,46 @@ def _load(path: Path, kind: type[ProfileT], command: str) -> ProfileT:
         raise ValueError(f"{path} is not a profile: {error}; measure again with `{command}`") from None
 
 
+def keep(profile: CostProfile | CellProfile, path: Path, *, required: bool) -> None:
+    """Save a profile in the cache, for later starts.
+
+    If that fails, as in a read-only file system, raises OSError with a way out if the file is `required`. Otherwise
+    logs a warning.
+    """
+    try:
+        profile.save(path)
+    except OSError as error:
+        _refuse_or_warn(path, error, required)
+
+
+def _refuse_or_warn(path: Path, error: OSError, required: bool) -> None:
+    reason = f"the profile cannot be stored in {path}: {error.strerror or error}"
+    if required:
+        raise OSError(f"{reason}; set XDG_CACHE_HOME to a directory that can be written") from None
+    log.warning("holdfast: %s; each start makes it again", reason)
+
+
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(path: Path, *, required: bool) -> Iterator[None]:
     """Hold the lock of a profile's file while the profile is made.
 
     Engines that start together would slow each other's measurements. So one measures, and the others find its result.
+    If there can be no lock, raises OSError if the file is `required`, and otherwise holds none: nothing can be stored.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+    lock = None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+    except OSError as error:
+        if required:
+            _refuse_or_warn(path, error, required)
+    try:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
         yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:

@@ -240,6 +240,14 @@ def test_no_stream_waits_for_a_long_prompt_and_all_get_the_tokens_of_the_model_a
     loop.close()
 
 
+def test_an_engine_whose_cache_cannot_be_written_starts_and_names_no_profile(bloom, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file in place of the directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loop, info = build(with_target(bloom[0], tbt_target=50.0))
+    loop.close()
+    assert info.profile_path == ""
+
+
 def test_a_profile_of_rows_is_estimated_corrected_in_service_and_used_by_the_next_start(bloom, own_cache):
     directory, _ = bloom
     loop, _, estimate, stages = start(with_target(directory, tbt_target=50.0))

@@ -14,6 +14,7 @@ from holdfast.engine.profiles import (
     cached_cell_profile_path,
     cached_profile_path,
     held,
+    keep,
 )  # fmt: skip
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import precision_of
@@ -32,7 +33,7 @@ def test_engines_that_start_together_measure_once(tmp_path):
     begun, go_on = threading.Event(), threading.Event()
 
     def start(number):
-        with held(path):
+        with held(path, required=True):
             if not path.is_file():
                 begun.set()
                 assert go_on.wait(60)
@@ -49,6 +50,19 @@ def test_engines_that_start_together_measure_once(tmp_path):
         engine.join()
     assert len(measured) == 1
     assert CostProfile.load(path) == PROFILE
+
+
+def test_a_profile_that_cannot_be_stored_is_refused_only_if_it_was_asked_for(tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file in place of the directory")
+    path = tmp_path / "cache" / "tiny.json"
+    with held(path, required=False):
+        keep(PROFILE, path, required=False)
+    (warning,) = caplog.messages
+    assert f"cannot be stored in {path}: " in warning and "each start makes it again" in warning
+    with pytest.raises(OSError, match=r"tiny\.json: .*; set XDG_CACHE_HOME"), held(path, required=True):
+        raise AssertionError("nothing is measured that cannot be stored")
+    with pytest.raises(OSError, match=r"tiny\.json: .*; set XDG_CACHE_HOME"):
+        keep(PROFILE, path, required=True)
 
 
 @pytest.mark.parametrize(

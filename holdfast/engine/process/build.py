@@ -43,7 +43,7 @@ from holdfast.engine.process.parts.states import StateBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
-from holdfast.engine.profiles import CostProfile, cached_profile_path, held
+from holdfast.engine.profiles import CostProfile, cached_profile_path, held, keep
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import (
@@ -241,7 +241,8 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
     served.handlers.append(refusing(parts, served.handlers))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy, path))
     note = describe_budget(config, shape, cost)
-    info = describe(site, memory, shape, builders, str(path) if profiles else "", note)
+    stored = str(path) if profiles and path.is_file() else ""
+    info = describe(site, memory, shape, builders, stored, note)
     return Engine(loop, info, tuple(served.handlers), site.ranks)
 
 
@@ -474,11 +475,11 @@ def find_profile(site: Site, shape: EngineShape, path: Path) -> CostProfile:
     """The stored profile if there is one, else an estimate, which is stored.
 
     It is measured in full if the order asks for it, or if a fixed token budget is computed from it. Raises ValueError
-    for a file that is not a profile.
+    for a file that is not a profile, and OSError if the order asks for a measurement that cannot be stored.
     """
     device, order = site.device, site.order
     in_full = order.measure or site.config.token_budget == "auto"
-    with held(path):
+    with held(path, required=order.measure):
         if path.is_file() and not order.measure:
             stored = CostProfile.load(path)
             if stored.measured or not in_full:
@@ -489,7 +490,7 @@ def find_profile(site: Site, shape: EngineShape, path: Path) -> CostProfile:
                 profile = make_profile(site.config, device, shape, in_full=in_full)
             else:
                 profile = make_padded_profile(site.config, cast("PaddedDevice", device), shape, in_full=in_full)
-        profile.save(path)
+        keep(profile, path, required=order.measure)
     return profile
 
 

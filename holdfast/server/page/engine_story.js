@@ -100,7 +100,7 @@ function paceAt(recording, look, to) {
   const minute = paceOf(recording, to - MINUTE, to, target);
   const shown = now ?? minute;
   if (!shown) return { term: 'pace', value: 'No stream', text: `No answer was written in the last minute.${target ? ` The target is a token every ${duration(target)}.` : ''}`, median: 0 };
-  const value = `A token every ${duration(shown.median)}`;
+  const value = `A token every ${duration(shown.median).replace(' ', '\u00a0')}`; // the number and its unit stay together
   const when = now ? '' : 'In the last minute. ';
   if (!target) return { term: 'pace', value, text: `${when}No target is set (--tbt-target), so a long prompt may hold up streams.`, median: now?.median ?? 0 };
   const share = minute.kept >= 0.9995 ? 'All' : `${(100 * minute.kept).toFixed(1)}%`;

@@ -256,7 +256,7 @@ def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> 
     until(page, "document.querySelectorAll('.e-story .e-value').length === 5")
     shown = [each.split("\n") for each in page.locator(".e-story > div").all_inner_texts()]
     assert {name: value for name, value, _ in shown} == {
-        "Work": "27% busy", "Pace": "A token every 20.0 ms", "Waiting": "3 requests", "Kept state": "1 conversation",
+        "Work": "27% busy", "Pace": "A token every 20.0\N{NO-BREAK SPACE}ms", "Waiting": "3 requests", "Kept state": "1 conversation",
         "Saved": "25% of prompt tokens",
     }  # fmt: skip
     texts = {name: text for name, _, text in shown}
@@ -266,6 +266,19 @@ def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> 
     assert texts["Kept state"] == "1,600 tokens on the device (25% of its blocks), 320 on the host."
     assert texts["Saved"].startswith("500 of 2,000 so far")
     assert page.inner_text(".e-blocks-section h3") == "State of 2 conversations: 7 blocks"
+    page.focus(".e-frame")
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text(".e-words").endswith("The target is 50.0 ms: it was missed.")
+    prompt = {"step": 1, "seconds": 0.09, "tokens": 64, "decodes": 0, "chunks": [["a", 0, 64]]}
+    said = page.evaluate(
+        """async (step) => {
+          const main = document.querySelector('script[type=module]').src;
+          const { sentence } = await import(main.replace('main.js', 'engine_words.js'));
+          return sentence(step, { target: 0.05 });
+        }""",
+        prompt,
+    )
+    assert said.endswith("The target is 50.0 ms, and no stream waited for this step.")
 
 
 def test_an_engine_that_cannot_be_reached_is_not_called_idle(

@@ -286,7 +286,7 @@ def test_an_engine_that_cannot_be_reached_is_not_called_idle(
 ) -> None:
     """The stream reports once and ends, as with its server. It stays empty when the page connects again."""
     idle = {"waiting": 0, "running": 0, "free_rows": 8, "rows": [], "first": []}
-    activity = {"at": 5.0, "begins": True, "steps": [], "blocks": [], "queues": idle, "stats": {}}
+    activity = {"at": 5.0, "begins": True, "steps": [], "blocks": [], "queues": idle}
     events = {"engine": {"model": "m", "block_size": 16}, "activity": activity}
     bodies = ["".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events.items())]
 

@@ -256,8 +256,8 @@ def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> 
     until(page, "document.querySelectorAll('.e-story .e-value').length === 5")
     shown = [each.split("\n") for each in page.locator(".e-story > div").all_inner_texts()]
     assert {name: value for name, value, _ in shown} == {
-        "Work": "27% busy", "Pace": "A token every 20.0\N{NO-BREAK SPACE}ms", "Waiting": "3 requests", "Kept state": "1 conversation",
-        "Saved": "25% of prompt tokens",
+        "Work": "27% busy", "Pace": "A token every 20.0\N{NO-BREAK SPACE}ms", "Waiting": "3 requests",
+        "Kept state": "1 conversation", "Saved": "25% of prompt tokens",
     }  # fmt: skip
     texts = {name: text for name, _, text in shown}
     assert texts["Work"] == "1 stream at 20.2 tokens a second in all; 1 prompt is being read."
@@ -297,7 +297,10 @@ def test_an_engine_that_cannot_be_reached_is_not_called_idle(
     page = fresh_page("about:blank")
     page.route("**/v1/engine/events*", answer)
     page.goto(f"{serve(store='memory').url}/#engine")
-    until(page, "/^These are the last figures, from [0-9.]+ s ago/.test(document.querySelector('.e-headline')?.textContent)")
+    until(
+        page,
+        "/^These are the last figures, from [0-9.]+ s ago/.test(document.querySelector('.e-headline')?.textContent)",
+    )
     assert page.inner_text(".e-story .e-value >> nth=0") == "Unknown"
     assert page.inner_text(".e-status") == "The stream ended. Connecting again…"
 

@@ -279,7 +279,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         found = deploy(shape, device, tp=engine.tp, pp=engine.pp, **links, memory_fraction=engine.memory_fraction)
         profile, pipeline = found.profile, found.pipeline
         origin = "measured" if found.measured else "derived from data sheets"
-        details = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"
+        cache = profile.cache_tokens if config.cache_tokens is None else config.cache_tokens
+        details = f"{profile.precision}, {origin}: {cache:,} tokens of KV cache"
         console.print(f"{model} on {profile.cost.device}, {details}", soft_wrap=True)
     else:
         profile = CostProfile.load(Path(source))

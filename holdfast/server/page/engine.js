@@ -164,11 +164,12 @@ class EngineView {
     const enter = async () => {
       if (await this.api.needKey(this.api.key)) this.watch();
     };
-    const ask = error.status !== 404 && /operator/.test(error.message) && !/no operator's key|on this machine/.test(error.message);
+    const absent = error.status === 404;
+    const ask = !absent && /operator/.test(error.message) && !/no operator's key|on this machine/.test(error.message);
     this.gate.replaceChildren(
-      el('p', {}, `The engine is not shown: ${error.status === 404 ? 'this server has no language model' : error.message}.`),
-      ask ? el('button', { type: 'button', class: 'button primary', onclick: enter }, 'Enter an operator’s key') : null,
-      el('p', { class: 'muted' }, 'Recorded traces can be opened without one.'),
+      el('p', {}, `The engine is not shown: ${absent ? 'this server has no language model' : error.message}.`),
+      ...(ask ? [el('button', { type: 'button', class: 'button primary', onclick: enter }, 'Enter an operator’s key')] : []),
+      el('p', { class: 'muted' }, absent ? 'Recorded traces can be opened all the same.' : 'Recorded traces can be opened without a key.'),
     );
     this.gate.hidden = false;
   }

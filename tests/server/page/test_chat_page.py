@@ -789,6 +789,26 @@ def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: s
     assert found == []
 
 
+def test_a_server_without_a_language_model_is_explained(fresh_page: Any, server: Any) -> None:
+    def refuse(route: Any) -> None:
+        route.fulfill(status=404, json={"error": {"message": "there is no such route"}})
+
+    page = fresh_page("about:blank")
+    for path in ("models", "conversations?*", "engine/events"):
+        page.route(f"**/v1/{path}", refuse)
+    page.goto(server.url)
+    page.wait_for_selector(".welcome")
+    page.get_by_text("This server has no language model.").wait_for()
+    assert page.locator(".composer, .sidebar, .toast").count() == 0
+    page.get_by_role("tab", name="Engine").click()
+    page.wait_for_selector(".e-gate:not([hidden])")
+    assert page.inner_text(".e-gate").split("\n\n") == [
+        "The engine is not shown: this server has no language model.", "Recorded traces can be opened all the same.",
+    ]  # fmt: skip
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_text("This server has no language model.").wait_for()
+
+
 def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
     page = opened("one", color_scheme="dark")
 

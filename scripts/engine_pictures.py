@@ -44,7 +44,7 @@ def main() -> int:
         pages = {}
         for device, size in SIZES.items():
             for scheme in ("light", "dark"):
-                viewport = {**size, "height": 1160 if device == "desktop" else 1500}
+                viewport = {**size, "height": 1540 if device == "desktop" else 1500}
                 page = browser.new_page(viewport=viewport, color_scheme=scheme, device_scale_factor=1)
                 page.goto(f"{url}/#engine")
                 page.wait_for_selector(".e-status.on")

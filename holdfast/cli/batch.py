@@ -103,10 +103,12 @@ class Place:
         """Return the `url` of the first line, which all lines must have. Raises UsageError."""
         with open_file(self.source) as file:
             first = next((line for line in file if line.strip()), b"")
+        if not first:
+            raise UsageError(f"{self.source} has no lines")
         try:
             url = msgspec.json.decode(first, type=dict[str, Any]).get("url")
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            url = None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"the first line of {self.source} is not a request in JSON: {error}") from None
         if url not in REQUESTS:
             reason = f"the first line of {self.source} names none of {', '.join(REQUESTS)} as its url"
             raise UsageError(reason)

@@ -19,6 +19,7 @@ from holdfast.cli.output import changed_options, check_outputs
 from holdfast.cli.targets import Ran, Target, local_engine, server, simulated_engine
 from holdfast.core.config import option
 from holdfast.engine.profiles import CostProfile
+from holdfast.files.results import write_result
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Slo, summary
 from holdfast.lab.planning import LIFETIMES, find_capacity, lasting, load_figures
@@ -142,7 +143,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
         console.print(describe_capacity(config, capacity, base, figures), soft_wrap=True)
     if config.json is not None:
         result: Any = figures[0] if len(runs) == 1 and capacity is None else {"runs": figures, "capacity": capacity}
-        Path(config.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(config.json, json.dumps(result, indent=1) + "\n")
     if config.report is not None or config.plots is not None:
         from holdfast.lab.reports.report import bench_report  # imports matplotlib, an extra
 
@@ -278,7 +279,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         found = deploy(shape, device, tp=engine.tp, pp=engine.pp, **links, memory_fraction=engine.memory_fraction)
         profile, pipeline = found.profile, found.pipeline
         origin = "measured" if found.measured else "derived from data sheets"
-        details = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"
+        cache = profile.cache_tokens if config.cache_tokens is None else config.cache_tokens
+        details = f"{profile.precision}, {origin}: {cache:,} tokens of KV cache"
         console.print(f"{model} on {profile.cost.device}, {details}", soft_wrap=True)
     else:
         profile = CostProfile.load(Path(source))

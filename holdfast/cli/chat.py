@@ -9,8 +9,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,9 +30,10 @@ from holdfast.engine.client.stream import Usage
 from holdfast.files.regular import read_bytes
 from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.database import data_directory
+from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.conversations.values import StoreError
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
 from holdfast.server.run import open_store
@@ -96,10 +97,10 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
     piped = config.prompt is not None or not sys.stdin.isatty()
     console = Console(highlight=False)
     notes = Console(highlight=False, stderr=True) if piped else console
-    async with open_talker(config, engine, model, notes) as (talker, place):
+    async with open_talker(config, engine, model, notes) as (talker, place, kept):
         if config.prompt is None:
             notes.print(Text.assemble("talking to ", (talker.name, "bold"), ("  /help lists the commands", "dim")))
-        bookmarks = Bookmarks(data_directory() / "chats.json", config.url or "here")
+        bookmarks = Bookmarks(data_directory() / "chats.json" if kept else None, config.url or "here")
         conversation = Conversation(talker, config.system, console, notes, bookmarks)
         if place is not None:
             settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
@@ -131,17 +132,52 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
 @asynccontextmanager
 async def open_talker(
     config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
-) -> AsyncIterator[tuple[Talker, BatchPlace | None]]:
-    """Open the talker that answers, and the place where batches run; None if they cannot run."""
+) -> AsyncIterator[tuple[Talker, BatchPlace | None, bool]]:
+    """Open the talker that answers, and the place where batches run; None if they cannot run.
+
+    The last value says whether conversations outlive this command.
+    """
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
     if config.url is not None:
         async with server_client(config.url, config.api_key, httpx.Timeout(10, read=None)) as http:
             talker = await connect(http, model, settings)
             context = talker.context if isinstance(talker, StatefulTalker) else None
-            yield talker, None if context is None else RemotePlace(http, context - 1)
+            yield talker, None if context is None else RemotePlace(http, context - 1), True
         return
-    server = ServerConfig(store=str(data_directory() / "chat.sqlite"), files=str(data_directory() / "chat-files"))
-    store = AsyncStore(open_store(server))
+    with own_store(config, notes) as (server, opened):
+        async with own_engine(engine, server, opened, settings, notes) as (talker, place):
+            yield talker, place, server.store != MEMORY
+
+
+@contextmanager
+def own_store(config: ChatConfig, notes: Console) -> Iterator[tuple[ServerConfig, Store]]:
+    """Open the store of conversations with our own engine, in the user's data directory.
+
+    If it cannot be opened, as in a home that is read-only, the conversation is in memory, which is noted. Raises
+    StoreError if a saved conversation was asked for.
+    """
+    directory = data_directory()
+    server = ServerConfig(store=str(directory / "chat.sqlite"), files=str(directory / "chat-files"))
+    try:
+        store = open_store(server)
+    except StoreError as error:
+        if config.load is not None:
+            raise
+        notes.print(Text(f"this conversation is not kept: {error}", style="dim"), soft_wrap=True)
+    else:
+        yield server, store
+        return
+    with tempfile.TemporaryDirectory() as files:
+        server = ServerConfig(store=MEMORY, files=files)
+        yield server, open_store(server)
+
+
+@asynccontextmanager
+async def own_engine(
+    engine: EngineConfig, server: ServerConfig, opened: Store, settings: Settings, notes: Console
+) -> AsyncIterator[tuple[Talker, BatchPlace]]:
+    """Start our own engine over a store, which is closed at the end."""
+    store = AsyncStore(opened)
     try:
         with notes.status("starting") if notes.is_terminal else nullcontext() as status:
             client = await EngineClient.start(engine, on_progress=status.update if status else None)
@@ -176,6 +212,8 @@ class Conversation:
     """Token counts of the turns since the conversation began or was loaded."""
     batching: Batching | None = None
     """Batches of the conversation; None if they cannot run."""
+    unsaved: str = ""
+    """Why the last turn could not be saved; empty if it was."""
 
     @property
     def batches_shown(self) -> bool:
@@ -348,8 +386,11 @@ class Conversation:
         try:
             for name in filter(None, (LAST, self.name)):
                 self.save(name, said)
+            self.unsaved = ""
         except ChatError as error:
-            self.notes.print(Text(str(error), style="red"))
+            if str(error) != self.unsaved:  # Each turn would say it again.
+                self.notes.print(Text(str(error), style="red"))
+            self.unsaved = str(error)
         return True
 
     async def _answer(self, said: str) -> Head:
@@ -403,20 +444,25 @@ class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Bookmarks:
-    """The bookmarks for one server or for our own engine. They are kept in a file of the user."""
+    """The bookmarks for one server or for our own engine. They are kept in a file of the user, if there is one."""
 
-    path: Path
+    path: Path | None
     place: str
+    here: dict[str, Bookmark] = field(default_factory=dict)
+    """The bookmarks if there is no file."""
 
     def all(self) -> dict[str, Bookmark]:
         """Return all bookmarks by name. Raises ChatError if the file cannot be read."""
-        return self._read().get(self.place, {})
+        return self.here if self.path is None else self._read(self.path).get(self.place, {})
 
     def save(self, name: str, bookmark: Bookmark) -> None:
         """Save a bookmark. Replaces the file atomically. Raises ChatError."""
         if not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
             raise ChatError(f"a name must have 1 to {MAX_NAME} visible characters")
-        places = self._read()
+        if self.path is None:
+            self.here[name] = bookmark
+            return
+        places = self._read(self.path)
         places.setdefault(self.place, {})[name] = bookmark
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -435,10 +481,11 @@ class Bookmarks:
             raise ChatError(f"there is no conversation {name!r}; /conversations lists what there is")
         return found[name]
 
-    def _read(self) -> dict[str, dict[str, Bookmark]]:
+    @staticmethod
+    def _read(path: Path) -> dict[str, dict[str, Bookmark]]:
         try:
-            return msgspec.json.decode(read_bytes(self.path), type=dict[str, dict[str, Bookmark]])
+            return msgspec.json.decode(read_bytes(path), type=dict[str, dict[str, Bookmark]])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
-            raise ChatError(f"{self.path} cannot be read: {error}") from None
+            raise ChatError(f"{path} cannot be read: {error}") from None

@@ -100,13 +100,16 @@ def run(command: str, asked: Asked) -> int:
         import asyncio  # Imported late, because `serve` starts its engine before it imports any of these.
 
         from holdfast.engine.client.connection import EngineDead, EngineStartError
+        from holdfast.server.conversations.database import reason_of
         from holdfast.server.conversations.values import StoreError
 
         match error:
             case EngineStartError() | StoreError():
                 return complain(str(error), BAD_USAGE)
-            case EngineDead() | CommandError() | OSError():
+            case EngineDead() | CommandError():
                 return complain(str(error), 1)
+            case OSError():
+                return complain(reason_of(error), 1)
             case asyncio.CancelledError():
                 return INTERRUPTED
         raise

@@ -22,6 +22,7 @@ from holdfast.core.config import BUILTIN_MODEL, PACKED_SCHEDULERS, SchedulerName
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.hub import is_id
 from holdfast.engine.profiles import CostProfile
+from holdfast.files.results import write_result
 from holdfast.lab import planning
 from holdfast.lab.goodput import KEPT, REFUSED, ContractEvaluation, asks_contracts, evaluate_contracts
 from holdfast.lab.planning import (
@@ -192,7 +193,7 @@ def run(
         written_contracts = {} if contracts is None else {"contracts": asdict(contracts)}
         rows = [as_json(each) for each in evaluations]
         text = json.dumps({"candidates": rows} | written_fleet | written_contracts, indent=1)
-        Path(config.json).write_text(text + "\n", encoding="utf-8")
+        write_result(config.json, text + "\n")
     if config.report is not None or config.plots is not None:
         from holdfast.lab.reports.report import plan_report  # Imports matplotlib, which is an extra.
 
@@ -312,6 +313,8 @@ def recommend(
     `router` is the routing policy for several replicas; None for the default.
     """
     best = best_of(evaluations)
+    if evaluations and all(each.reason.startswith(planning.TOO_LONG) for each in evaluations):
+        return ["every request is too long: give shorter --prompt-tokens or --output-tokens, or a longer --max-model-len"]
     if best is None and not any(each.fits for each in evaluations):
         return ["no layout fits these devices: give more --devices, another --device, --tp or --pp, or a smaller model"]
     if best is None:

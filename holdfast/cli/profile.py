@@ -14,6 +14,7 @@ from holdfast.core.cost import PaddedCost
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CellProfile, CostProfile
+from holdfast.files.results import writing
 from holdfast.lab.reports.tables import table
 from holdfast.lm.config import EngineConfig
 
@@ -52,7 +53,8 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     show(console, profile)
     console.print(f"\nsaved to {cached}", soft_wrap=True)
     if config.out is not None:
-        profile.save(Path(config.out).absolute())
+        with writing(config.out):
+            profile.save(Path(config.out).absolute())
         console.print(f"and to {config.out}", soft_wrap=True)
     layout = [f"--{name} {size}" for name, size in (("tp", engine.tp), ("pp", engine.pp)) if size > 1]
     executor = ["--executor padded"] if engine.executor == "padded" else []
@@ -73,7 +75,8 @@ async def run_app(config: ProfileConfig, apps: AppConfig, threads: int | None) -
     show_cells(console, profile)
     console.print(f"\nsaved to {cached}", soft_wrap=True)
     if config.out is not None:
-        profile.save(Path(config.out).absolute())
+        with writing(config.out):
+            profile.save(Path(config.out).absolute())
         console.print(f"and to {config.out}", soft_wrap=True)
     console.print(Text(f"holdfast serve --app {app} uses these sizes from now on", style="dim"))
     return 0

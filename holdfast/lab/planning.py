@@ -305,6 +305,10 @@ class Evaluation:
         return self.capacity * self.replicas
 
 
+TOO_LONG = "no request fits its context"
+"""Beginning of the reason of a candidate for whose context every request is too long."""
+
+
 def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
     """Search a candidate's capacity. Deterministic: the same arguments give the same evaluation."""
     replicas = question.devices // candidate.devices
@@ -316,7 +320,7 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
         longest = context_length(engine, profile)
         base = workloads.fit_context(question.workload, longest, question.longer)
         if not base:
-            raise ValueError(f"no request fits its context of {longest:,} tokens")
+            raise ValueError(f"{TOO_LONG} of {longest:,} tokens")
         left_out = LeftOut.of(question.workload, base).figures()
         runs: dict[float, dict[str, Any]] = {}
 

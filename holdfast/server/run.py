@@ -39,7 +39,7 @@ from holdfast.server.connection import Connection, Connections
 from holdfast.server.conversations.database import default_bytes, place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.values import Bounds
+from holdfast.server.conversations.values import Bounds, StoreError
 from holdfast.server.grpc_server import GrpcServer
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.tables import create_indexes
@@ -202,7 +202,7 @@ def log_as(config: ServerConfig) -> None:
 
 
 def open_store(config: ServerConfig) -> Store:
-    """Open the configured store. Raises StoreError."""
+    """Open the configured store. Raises StoreError, with a way out if no place was configured."""
     where = place(config.store)
     most, size = config.store_conversations, config.store_bytes
     bounds = Bounds(
@@ -210,7 +210,12 @@ def open_store(config: ServerConfig) -> Store:
         threads=math.inf if most is None else most,
         bytes=default_bytes(where) if size is None else size,
     )
-    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes, create_tables, create_sampler_table])
+    try:
+        return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes, create_tables, create_sampler_table])
+    except StoreError as error:
+        if config.store is not None:
+            raise
+        raise StoreError(f"{error}; --store names another place, or `memory` to forget at the end") from None
 
 
 async def serve(

@@ -129,8 +129,10 @@ async def test_a_server_that_is_not_there_is_reported(tmp_path: Path) -> None:
         (["in.jsonl", "--url", "nowhere"], "url is nowhere"),
         (["in.jsonl", "--out", "none/out.jsonl"], "cannot be written"),
         (["in.jsonl", "--out", "in.jsonl"], "is the file to read"),
-        (["bad.jsonl"], "names none of /v1/chat/completions, /v1/completions, /v1/responses"),
-        (["empty.jsonl"], "names none of"),
+        (["other.jsonl"], "names none of /v1/chat/completions, /v1/completions, /v1/responses"),
+        (["bad.jsonl"], "the first line of bad.jsonl is not a request in JSON: "),
+        (["empty.jsonl"], "empty.jsonl has no lines"),
+        (["cut.jsonl"], "the first line of cut.jsonl is not a request in JSON: Input data was truncated"),
     ],
 )
 def test_a_wrong_command_ends_with_2_and_a_reason(
@@ -143,6 +145,8 @@ def test_a_wrong_command_ends_with_2_and_a_reason(
     monkeypatch.chdir(tmp_path)
     written(tmp_path, line("a"))
     (tmp_path / "bad.jsonl").write_bytes(b"\xff{\n")
+    (tmp_path / "other.jsonl").write_bytes(b'{"url": "/v1/other"}\n')
+    (tmp_path / "cut.jsonl").write_bytes(b'{"url": "/v1/comp')
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
     assert main(["batch", *words]) == 2
     assert reason in capsys.readouterr().err

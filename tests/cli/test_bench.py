@@ -357,6 +357,7 @@ def test_a_host_tier_is_simulated(capsys):
     given = ("--workload", "multi-turn", "--requests", "30", "--think", "20", "--cache-tokens", "6000", "--rates", "2")
     for tier in ((), ("--host-cache-gb", "20", "--copy-gbs", "10")):
         assert bench("--simulate", "opt-13b@a100-80gb", *given, *tier) == 0
+        assert "6,000 tokens of KV cache" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

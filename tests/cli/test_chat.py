@@ -35,6 +35,7 @@ from holdfast.cli.talkers import (
 )
 from holdfast.engine.client.stream import Usage
 from holdfast.lm.config import EngineConfig
+from holdfast.server.conversations.values import StoreError
 
 
 class Echo:
@@ -289,6 +290,35 @@ async def test_our_own_engine_stores_conversations(
     prompt = clients[1].text.decode(clients[1].asked[0].prompt)
     assert prompt == "<user>hello<assistant>Ahoy, <user>and on<assistant>"
     assert "turns left: 0" in capsys.readouterr().err
+
+
+async def test_a_home_that_cannot_be_written_is_noted_and_the_conversation_goes_on_in_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in place of the home")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    client = keeping_client()
+
+    async def start(*given: Any, **named: Any) -> FakeClient:
+        return client
+
+    monkeypatch.setattr(chat.EngineClient, "start", start)
+    say(monkeypatch, "hello", "/save sea", "and on", "/conversations")
+    assert await chat.run(chat.ChatConfig(), EngineConfig(), None) == 0
+    out, err = capsys.readouterr()
+    assert out == "Ahoy, sailor!\n" * 2
+    assert err.count("this conversation is not kept: ") == 1 and "cannot be written" not in err
+    assert "sea  ·  turns: 2  ·  and on" in err
+    assert client.text.decode(client.asked[-1].prompt) == "<user>hello<assistant>Ahoy, sailor!<user>and on<assistant>"
+    with pytest.raises(StoreError, match=r"chat\.sqlite cannot be opened: .*: Not a directory"):
+        await chat.run(chat.ChatConfig(load="last"), EngineConfig(), None)
+
+
+async def test_turns_that_cannot_be_saved_say_so_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in place of the directory")
+    talk = Talk(Echo(), tmp_path / "file")
+    notes = await talk.hear("one", "two")
+    assert notes.count("chats.json cannot be") == 1
 
 
 async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path: Path) -> None:

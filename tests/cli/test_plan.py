@@ -181,6 +181,13 @@ def test_a_model_that_fits_no_layout_fails_with_one_message_and_advice(capsys):
     assert "no layout fits these devices" in shown and "--slo-tbt" not in shown
 
 
+def test_requests_longer_than_the_context_are_not_answered_with_more_devices(capsys):
+    assert plan("mistral-7b", "--max-model-len", "50", *SMALL) == 1
+    shown = capsys.readouterr().out
+    assert "no request fits its context of 50 tokens" in shown
+    assert "every request is too long: give shorter --prompt-tokens" in shown and "--devices" not in shown
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [((), "P99 TTFT of any length (--slo-ttft MS limits it)"), (("--slo-ttft", "2s"), "P99 TTFT within 2000 ms")],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,24 @@ def test_a_backup_is_a_store_of_its_own(path: Path, tmp_path: Path, capsys: pyte
     store = open_store(ServerConfig(store=str(copy)))
     assert store.conversations.get("", "conv")["metadata"] == {"title": "kept"}
     store.close()
+
+
+def test_a_store_that_only_keys_were_added_to_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.sqlite"
+    assert main(["keys", "add", "acme", "--store", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["store", "check", "--store", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path} is whole: 0 conversations, 0 items, 0 bytes of content\n"
+
+
+def test_another_programs_file_is_not_called_a_damaged_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "places.sqlite"
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE places (url TEXT)")
+    assert main(["store", "check", "--store", str(path)]) == 2
+    assert capsys.readouterr().err == f"holdfast: {path} is a SQLite file, but no conversation store\n"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from holdfast.cells.cell import Cell
 from holdfast.cells.measure import MEASURED, device_name, measure_cells
 from holdfast.cells.types import fingerprint
 from holdfast.core.version import __version__
-from holdfast.engine.profiles import CellProfile, CellType, cached_cell_profile_path
+from holdfast.engine.profiles import CellProfile, CellType, cached_cell_profile_path, keep
 
 log = logging.getLogger("holdfast.engine")
 
@@ -49,7 +49,7 @@ def measure_profile(
         types=tuple(CellType(*known, cost) for known, cost in zip(_known(types), costs, strict=True)),
     )
     path = cached_cell_profile_path(app, name)
-    profile.save(path)
+    keep(profile, path, required=True)
     return Found(profile, path)
 
 

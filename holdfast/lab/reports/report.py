@@ -11,6 +11,7 @@ import jinja2
 
 from holdfast.core.version import __version__
 from holdfast.files.regular import read_text
+from holdfast.files.results import write_result, writing
 from holdfast.lab.goodput import KEPT, ContractEvaluation
 from holdfast.lab.planning import Evaluation, best_of
 from holdfast.lab.reports import plots
@@ -79,13 +80,15 @@ class Report:
             environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
             template = environment.from_string(read_text(TEMPLATE))
             page = template.render(report=self, settings=settings, command=command, version=__version__)
-            Path(html).write_text(page, encoding="utf-8")
+            write_result(html, page)
             paths.append(html)
         if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
+            with writing(directory):
+                Path(directory).mkdir(parents=True, exist_ok=True)
             for name, draw in (plot for section in self.sections for plot in section.draws.items()):
                 path = Path(directory) / f"{name}.png"
-                plots.png(draw, path)
+                with writing(path):
+                    plots.png(draw, path)
                 paths.append(str(path))
         return paths
 

@@ -158,7 +158,9 @@ def sums(db: Connection) -> Held:
 
 
 def complete(db: Connection) -> bool:
-    """Whether all rows of an older store are counted."""
+    """Whether all rows are counted. They are not in an older store, nor in one that no server has opened yet."""
+    if not sqlalchemy.inspect(db).has_table(counters.name):
+        return False
     return all(db.execute(select(upkeep.c.done).where(upkeep.c.task.in_(COUNTED))).scalars())
 
 

@@ -341,6 +341,8 @@ def sqlite_path(where: str) -> Path | None:
 
 def reason_of(error: BaseException) -> str:
     """Return the reason of one of FAILURES for display: the first line of what the database itself says."""
+    if isinstance(error, OSError) and error.strerror:  # Without its number.
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 

@@ -7,10 +7,12 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import sqlalchemy
+
 from holdfast.files.regular import open_regular
 from holdfast.server.conversations import counters
 from holdfast.server.conversations.counters import Held
-from holdfast.server.conversations.database import FAILURES, Database, reason_of, shown, sqlite_path
+from holdfast.server.conversations.database import FAILURES, Database, reason_of, shown, sqlite_path, versions
 from holdfast.server.conversations.values import StoreError
 
 
@@ -21,9 +23,11 @@ def check(where: str) -> Held:
     try:
         database.check()
         with database.read() as db:
-            counted, found = counters.sums(db), counters.recount(db)
-            complete = counters.complete(db)
-        if complete and counted != found:
+            if not sqlalchemy.inspect(db).has_table(versions.name):
+                raise StoreError(f"{path} is a SQLite file, but no conversation store")
+            found = counters.recount(db)
+            counted = counters.sums(db) if counters.complete(db) else found
+        if counted != found:
             raise ValueError(f"its counters say {_listed(counted)}, and it has {_listed(found)}")
         return found
     except (*FAILURES, ValueError) as error:

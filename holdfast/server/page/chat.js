@@ -32,6 +32,7 @@ class Chat {
     this.root = root;
     this.api = api;
     this.models = [];
+    this.absent = false;
     this.contexts = new Map(); // by model: the most tokens that it reads
     this.settings = settings.of(null);
     this.own = false; // whether the settings are for this conversation only
@@ -119,6 +120,7 @@ class Chat {
 
   async loadAll() {
     await this.loadModels();
+    if (this.absent) return this.explain();
     await this.sidebar.reload();
     await this.fromAddress();
     this.focusInput();
@@ -144,9 +146,18 @@ class Chat {
       this.models = data.map((model) => model.id);
       this.contexts = new Map(data.map((model) => [model.id, model.max_model_len]));
     } catch (error) {
-      toast(error.message, 'error');
+      if (error.status === 404) this.absent = true; // the server has applications of cells alone
+      else toast(error.message, 'error');
     }
     this.drawModel();
+  }
+
+  /** Say why there is nothing to chat with, in place of the list and the field of the message. */
+  explain() {
+    document.removeEventListener('keydown', this.onkey);
+    this.frame.replaceChildren(el('div', { class: 'thread-pane' }, el('div', { class: 'column welcome' },
+      el('p', { class: 'hello' }, 'No chat on this server'),
+      el('p', { class: 'muted' }, 'This server has no language model. Its applications answer at routes under /v2: see ', el('a', { href: 'docs' }, 'the list of routes'), '.'))));
   }
 
   /** The fields of the next request that the settings ask for. */

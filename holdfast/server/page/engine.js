@@ -130,11 +130,13 @@ class EngineView {
           else if (event === 'activity') this.take(data);
           else if (event === 'error') throw new Error(data.message);
         }
+        this.live.lost = true;
         this.say('The stream ended. Connecting again…', 'off');
       } catch (error) {
         if (stream.signal.aborted) return;
         if (error.status === 404 && this.replica) this.replica = ''; // it has gone: follow another one
         else if ([401, 403, 404].includes(error.status)) return this.refused(error);
+        this.live.lost = true;
         this.say(`${error.message || 'The connection was lost'}. Connecting again…`, 'off');
       }
       await new Promise((resolve) => setTimeout(resolve, wait));
@@ -162,11 +164,12 @@ class EngineView {
     const enter = async () => {
       if (await this.api.needKey(this.api.key)) this.watch();
     };
-    const ask = error.status !== 404 && /operator/.test(error.message) && !/no operator's key|on this machine/.test(error.message);
+    const absent = error.status === 404;
+    const ask = !absent && /operator/.test(error.message) && !/no operator's key|on this machine/.test(error.message);
     this.gate.replaceChildren(
-      el('p', {}, `The engine is not shown: ${error.status === 404 ? 'this server has no language model' : error.message}.`),
-      ask ? el('button', { type: 'button', class: 'button primary', onclick: enter }, 'Enter an operator’s key') : null,
-      el('p', { class: 'muted' }, 'Recorded traces can be opened without one.'),
+      el('p', {}, `The engine is not shown: ${absent ? 'this server has no language model' : error.message}.`),
+      ...(ask ? [el('button', { type: 'button', class: 'button primary', onclick: enter }, 'Enter an operator’s key')] : []),
+      el('p', { class: 'muted' }, absent ? 'Recorded traces can be opened all the same.' : 'Recorded traces can be opened without a key.'),
     );
     this.gate.hidden = false;
   }
@@ -174,6 +177,7 @@ class EngineView {
   take(activity) {
     const now = performance.now() / 1000;
     const lag = now - activity.at;
+    this.live.lost = false;
     this.lag = this.lag === null || activity.begins ? lag : Math.min(lag, this.lag + 0.002);
     if (this.paused !== null) {
       this.buffered.push(activity);

@@ -76,6 +76,7 @@ export class Recording {
     this.letters = new Set('uidboh-?'); // of TIERS: those to explain
     this.applied = 0; // changes that the rows have
     this.truncated = false;
+    this.lost = false; // a live engine that cannot be reached: what it did last is all that is known
   }
 
   get start() {

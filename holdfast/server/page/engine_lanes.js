@@ -134,7 +134,7 @@ export class Lanes {
 
     // Step time, with idle time as gaps, against the target and what was expected.
     const tallest = Math.max(target * 1.25, columns.mostSeconds * 1.08, 1e-4);
-    this.bars(columns, columns.seconds, tallest, tops[0], LANES[0].height, (at) => (target && columns.seconds[at] > target ? colors.over : colors.step));
+    this.bars(columns, columns.seconds, tallest, tops[0], LANES[0].height, (at) => (target && columns.paced[at] > target ? colors.over : colors.step));
     paint.fillStyle = colors.expected;
     for (let at = 0; at < columns.count; at++) {
       if (columns.predicted[at]) paint.fillRect(columns.left[at], tops[0] + LANES[0].height * (1 - columns.predicted[at] / tallest) - 1, Math.max(2, columns.width[at]), 2);
@@ -204,8 +204,8 @@ export class Lanes {
     const number = last - first;
     const alone = number < width / 2;
     const most = alone ? number : width;
-    const made = this.made?.size >= most ? this.made : (this.made = { size: most + 64, arrays: Array.from({ length: 10 }, () => new Float32Array(most + 64)) });
-    const [left, wide, seconds, predicted, decodes, prefill, request, inward, outward, room] = made.arrays;
+    const made = this.made?.size >= most ? this.made : (this.made = { size: most + 64, arrays: Array.from({ length: 11 }, () => new Float32Array(most + 64)) });
+    const [left, wide, seconds, predicted, decodes, prefill, request, inward, outward, room, paced] = made.arrays;
     let count = 0, column = NaN, mostSeconds = 0, mostDecodes = 1, mostPrefill = 0, mostCopied = 0, mostRoom = 0;
     const pixels = width / (to - from);
     for (let at = first; at < last; at++) {
@@ -220,9 +220,10 @@ export class Lanes {
         place = count++;
         left[place] = alone ? start : column;
         wide[place] = alone ? Math.max(1, step.seconds * pixels - (step.seconds * pixels > 3 ? 1 : 0)) : 1;
-        seconds[place] = predicted[place] = decodes[place] = prefill[place] = request[place] = inward[place] = outward[place] = room[place] = 0;
+        seconds[place] = predicted[place] = decodes[place] = prefill[place] = request[place] = inward[place] = outward[place] = room[place] = paced[place] = 0;
       } else if (!alone) wide[place] = Math.max(1, start + step.seconds * pixels - left[place]);
       if (took > seconds[place]) seconds[place] = took;
+      if (step.decodes && took > paced[place]) paced[place] = took; // the target is for streams: without any, none waits
       if (alone && together === 1 && step.predicted) predicted[place] = step.predicted;
       decodes[place] = Math.max(decodes[place], step.decodes / together);
       if (alone && together === 1 && tokens && step.budget) mostRoom = Math.max(mostRoom, (room[place] = step.budget - step.decodes));
@@ -237,7 +238,7 @@ export class Lanes {
       mostPrefill = Math.max(mostPrefill, tokens);
       mostCopied = Math.max(mostCopied, inward[place], outward[place]);
     }
-    return { count, left, width: wide, seconds, predicted, decodes, prefill, request, inward, outward, room, mostSeconds, mostDecodes, mostPrefill, mostCopied, mostRoom };
+    return { count, left, width: wide, seconds, paced, predicted, decodes, prefill, request, inward, outward, room, mostSeconds, mostDecodes, mostPrefill, mostCopied, mostRoom };
   }
 
   /** Bars of one lane, of one colour after the other. */

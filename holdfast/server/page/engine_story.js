@@ -6,6 +6,7 @@ import { duration, number, plural } from './engine_words.js';
 
 const RATES = 5; // seconds that "now" is over
 const MINUTE = 60;
+const SILENT = 2; // seconds without a report, after which an engine that is not reached is no longer described
 const NOWHERE = '-?'; // letters of blocks that hold no state
 
 /** Times of steps with decodes in [from, to): the median, and the share within `target` seconds; null without any. */
@@ -47,12 +48,14 @@ export function stateOf(recording) {
 /** The five parts of the story at a time, each {term, value, text}, and a headline for all. */
 export function storyAt(recording, to) {
   const look = recording.lookAt(to);
-  const work = workAt(recording, look, to);
+  const lost = recording.lost && look && to - look.at > SILENT;
+  const work = lost ? unknownWork(recording, to) : workAt(recording, look, to);
   const pace = paceAt(recording, look, to);
   const waiting = waitingAt(look, to);
   const kept = keptAt(recording, look);
   const saved = savedAt(look);
-  return { headline: headlineOf(recording, look, work, pace), parts: [work, pace, waiting, kept, saved] };
+  const headline = lost ? `These are the last figures, from ${duration(to - look.at)} ago.` : headlineOf(recording, look, work, pace);
+  return { headline, parts: [work, pace, waiting, kept, saved] };
 }
 
 function headlineOf(recording, look, work, pace) {
@@ -83,6 +86,13 @@ function workAt(recording, look, to) {
   return { term: 'work', value: running || rates.busy > 0.005 ? `${Math.round(rates.busy * 100)}% busy` : 'Idle', text, share: rates.busy };
 }
 
+/** The work of an engine that cannot be reached. */
+function unknownWork(recording, to) {
+  const last = recording.steps[firstFrom(recording.steps, to) - 1];
+  const text = last ? `The last step that was reported ended ${duration(Math.max(0, to - last.at - last.seconds))} ago.` : 'No step was reported.';
+  return { term: 'work', value: 'Unknown', text, share: 0 };
+}
+
 function paceAt(recording, look, to) {
   const { target } = recording.about;
   const running = look?.queues.running ?? 0;
@@ -90,7 +100,7 @@ function paceAt(recording, look, to) {
   const minute = paceOf(recording, to - MINUTE, to, target);
   const shown = now ?? minute;
   if (!shown) return { term: 'pace', value: 'No stream', text: `No answer was written in the last minute.${target ? ` The target is a token every ${duration(target)}.` : ''}`, median: 0 };
-  const value = `A token every ${duration(shown.median)}`;
+  const value = `A token every ${duration(shown.median).replace(' ', '\u00a0')}`; // the number and its unit stay together
   const when = now ? '' : 'In the last minute. ';
   if (!target) return { term: 'pace', value, text: `${when}No target is set (--tbt-target), so a long prompt may hold up streams.`, median: now?.median ?? 0 };
   const share = minute.kept >= 0.9995 ? 'All' : `${(100 * minute.kept).toFixed(1)}%`;
@@ -99,7 +109,8 @@ function paceAt(recording, look, to) {
 
 function waitingAt(look, to) {
   const waits = look?.queues.waiting ?? 0;
-  if (!waits) return { term: 'waiting', value: 'Nobody', text: 'Each request that has come is being worked on.' };
+  const text = look?.queues.running ? 'Each request that has come is being worked on.' : 'No request is there.';
+  if (!waits) return { term: 'waiting', value: 'Nobody', text };
   const counts = new Map();
   for (const [, reason] of look.queues.first) counts.set(reason, (counts.get(reason) ?? 0) + 1);
   const reasons = [...counts].sort(([, one], [, other]) => other - one).slice(0, 3).map(([reason, count]) => `${number(count)}: ${REASONS[reason] ?? reason}`);

@@ -46,7 +46,7 @@ export function sentence(step, about) {
     const off = Math.round((step.seconds / step.predicted - 1) * 100);
     text += ` It was expected to take ${duration(step.predicted)} (${off >= 0 ? '+' : '−'}${Math.abs(off)}%).`;
   }
-  if (!merged && about.target) text += step.seconds > about.target ? ` The target is ${duration(about.target)}: it was missed.` : ` The target is ${duration(about.target)}.`;
+  if (!merged && about.target) text += ` The target is ${duration(about.target)}${step.seconds <= about.target ? '' : step.decodes ? ': it was missed' : ', and no stream waited for this step'}.`;
   if (step.budget && !merged) text += ` There was room for ${plural(step.budget, 'token')}, and ${number(step.tokens)} were used.`;
   if (step['blocks out']) text += ` It began to copy ${plural(step['blocks out'], 'block')} to the host.`;
   if (step['blocks in']) text += ` It began to copy ${plural(step['blocks in'], 'block')} to the device.`;

@@ -743,6 +743,28 @@ def test_wide_content_scrolls_inside_itself_and_a_message_of_the_page_covers_no_
     assert page.locator(".toast").count() == 4 and toasts["y"] + toasts["height"] < composer["y"]
 
 
+@pytest.mark.parametrize("width", [280, 360])
+def test_a_narrow_window_cuts_nothing_off(opened: Any, width: int) -> None:
+    page = opened(viewport={"width": width, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.get_by_role("heading", name="Holdfast").count() == 1
+    settings(page)
+    assert page.locator("#set-preset").bounding_box()["width"] > 180
+    assert page.locator(".dialog").evaluate("(dialog) => dialog.scrollWidth - dialog.clientWidth") == 0
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    keys = page.locator(".shortcuts dt", has_text="Alt")
+    lines = keys.evaluate_all(
+        """(all) => all.map((each) => {
+          const range = document.createRange();
+          range.selectNodeContents(each);
+          return new Set([...range.getClientRects()].map(({ top }) => top)).size;
+        })"""
+    )
+    assert len(lines) > 3 and set(lines) == {1}
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: str, width: int) -> None:
     page = opened("one", color_scheme=scheme, viewport={"width": width, "height": 800})
@@ -765,6 +787,26 @@ def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: s
     page.get_by_label("Show or hide the conversations").click()
     found += axe(page)
     assert found == []
+
+
+def test_a_server_without_a_language_model_is_explained(fresh_page: Any, server: Any) -> None:
+    def refuse(route: Any) -> None:
+        route.fulfill(status=404, json={"error": {"message": "there is no such route"}})
+
+    page = fresh_page("about:blank")
+    for path in ("models", "conversations?*", "engine/events"):
+        page.route(f"**/v1/{path}", refuse)
+    page.goto(server.url)
+    page.wait_for_selector(".welcome")
+    page.get_by_text("This server has no language model.").wait_for()
+    assert page.locator(".composer, .sidebar, .toast").count() == 0
+    page.get_by_role("tab", name="Engine").click()
+    page.wait_for_selector(".e-gate:not([hidden])")
+    assert page.inner_text(".e-gate").split("\n\n") == [
+        "The engine is not shown: this server has no language model.", "Recorded traces can be opened all the same.",
+    ]  # fmt: skip
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_text("This server has no language model.").wait_for()
 
 
 def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:

@@ -278,8 +278,8 @@ def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> 
     until(page, "document.querySelectorAll('.e-story .e-value').length === 5")
     shown = [each.split("\n") for each in page.locator(".e-story > div").all_inner_texts()]
     assert {name: value for name, value, _ in shown} == {
-        "Work": "27% busy", "Pace": "A token every 20.0 ms", "Waiting": "3 requests", "Kept state": "1 conversation",
-        "Saved": "25% of prompt tokens",
+        "Work": "27% busy", "Pace": "A token every 20.0\N{NO-BREAK SPACE}ms", "Waiting": "3 requests",
+        "Kept state": "1 conversation", "Saved": "25% of prompt tokens",
     }  # fmt: skip
     texts = {name: text for name, _, text in shown}
     assert texts["Work"] == "1 stream at 20.2 tokens a second in all; 1 prompt is being read."
@@ -288,6 +288,43 @@ def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> 
     assert texts["Kept state"] == "1,600 tokens on the device (25% of its blocks), 320 on the host."
     assert texts["Saved"].startswith("500 of 2,000 so far")
     assert page.inner_text(".e-blocks-section h3") == "State of 2 conversations: 7 blocks"
+    page.focus(".e-frame")
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text(".e-words").endswith("The target is 50.0 ms: it was missed.")
+    prompt = {"step": 1, "seconds": 0.09, "tokens": 64, "decodes": 0, "chunks": [["a", 0, 64]]}
+    said = page.evaluate(
+        """async (step) => {
+          const main = document.querySelector('script[type=module]').src;
+          const { sentence } = await import(main.replace('main.js', 'engine_words.js'));
+          return sentence(step, { target: 0.05 });
+        }""",
+        prompt,
+    )
+    assert said.endswith("The target is 50.0 ms, and no stream waited for this step.")
+
+
+def test_an_engine_that_cannot_be_reached_is_not_called_idle(
+    fresh_page: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
+    """The stream reports once and ends, as with its server. It stays empty when the page connects again."""
+    idle = {"waiting": 0, "running": 0, "free_rows": 8, "rows": [], "first": []}
+    activity = {"at": 5.0, "begins": True, "steps": [], "blocks": [], "queues": idle}
+    events = {"engine": {"model": "m", "block_size": 16}, "activity": activity}
+    bodies = ["".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events.items())]
+
+    def answer(route: Any) -> None:
+        body = bodies.pop() if bodies else ""
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page = fresh_page("about:blank")
+    page.route("**/v1/engine/events*", answer)
+    page.goto(f"{serve(store='memory').url}/#engine")
+    until(
+        page,
+        "/^These are the last figures, from [0-9.]+ s ago/.test(document.querySelector('.e-headline')?.textContent)",
+    )
+    assert page.inner_text(".e-story .e-value >> nth=0") == "Unknown"
+    assert page.inner_text(".e-status") == "The stream ended. Connecting again…"
 
 
 def test_words_are_explained_at_the_focus_and_closed_parts_stay_closed(page: Any) -> None:

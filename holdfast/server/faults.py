@@ -1,4 +1,4 @@
-"""What is wrong with a request, by msgspec's message: the parameter, its value, and what it may be."""
+"""Faults of requests, from msgspec's messages: the parameter, its value, and the values that it may have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TYPE_WORDS: dict[type, str] = {
 
 
 class Fault(NamedTuple):
-    """What is wrong with a request."""
+    """A fault of a request."""
 
     reason: str
     param: str
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(message: str, given: Mapping[str, Any], shape: type[Struct]) -> Fault:
-    """Return what msgspec's message says of the fields `given` that are none of `shape`.
+    """Return the fault that msgspec's message reports in the fields `given`, which are none of `shape`.
 
     It names the parameter, and its value if that is a number or none of a list. For a text or a list of a wrong length,
     it names the length.
@@ -58,7 +58,7 @@ def fault_of(message: str, given: Mapping[str, Any], shape: type[Struct]) -> Fau
 
 
 def _wrong_entry(name: str, what: str, entries: Mapping[str, Any], shape: type[Struct], *, of_key: bool) -> Fault:
-    """Return what is wrong with an object of names and values, of which msgspec says only `what` is wrong with one.
+    """Return the fault of an object of names and values. msgspec says only `what` is wrong with one of them.
 
     With `of_key` that is a name.
     """
@@ -74,7 +74,7 @@ def _wrong_entry(name: str, what: str, entries: Mapping[str, Any], shape: type[S
 
 
 def _wrong_value(param: str, what: str, value: Any) -> Fault:
-    """Return the fault of a parameter of which msgspec says `what` is wrong with its value."""
+    """Return the fault of a parameter. msgspec says `what` is wrong with its value."""
     if "of length" in what and isinstance(value, str | list | dict):
         value = len(value)
     got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""

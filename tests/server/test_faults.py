@@ -45,8 +45,10 @@ class Outer(Struct, forbid_unknown_fields=True):
         ({"labels": {"a": 9, "b": 10}}, ("labels.b: expected `int` <= 9, got 10", "labels.b")),
         ({"labels": {"a": 9, "b": "c"}}, ("labels.b: expected `int`, got `str`", "labels.b")),
         ({"labels": {"a": 9, "long": 1}}, ("labels: expected names of length <= 3, got 4", "labels")),
-        ({"other-name": {"a": "b", "c": "long"}}, ("other-name.c: expected `str` of length <= 3, got 4", "other-name.c")),
-        ({"inner": {"labels": {"a": "long"}}}, ("inner.labels[...]: expected `str` of length <= 3", "inner.labels[...]")),
+        ({"other-name": {"a": "b", "c": "long"}},
+         ("other-name.c: expected `str` of length <= 3, got 4", "other-name.c")),
+        ({"inner": {"labels": {"a": "long"}}},
+         ("inner.labels[...]: expected `str` of length <= 3", "inner.labels[...]")),
         ({"labels": [1]}, ("labels: expected `object`, got `array`", "labels")),
     ],
 )  # fmt: skip

@@ -796,7 +796,7 @@ class TestTenants:
         ({"messages": []}, "messages", "unknown_parameter"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
         ({"max_output_tokens": 4999}, "max_output_tokens", "context_length_exceeded"),
-        ({"metadata": {"k": 1}}, "metadata[...]", "invalid_value"),
+        ({"metadata": {"k": 1}}, "metadata.k", "invalid_value"),
         ({"background": True, "store": False}, "background", "invalid_value"),
         ({"previous_response_id": "resp_x", "conversation": "conv_x"}, "previous_response_id",
          "mutually_exclusive_parameters"),

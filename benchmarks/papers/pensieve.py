@@ -439,8 +439,8 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
         axis.set_xlabel("requests/s")
         axis.spines[["top", "right"]].set_visible(False)
     named = {name: line for axis in axes.flat for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    place = "outside right center" if len(panels) == 1 else "outside upper center"
-    drawing.legend(named.values(), named.keys(), loc=place, ncols=1 if len(panels) == 1 else len(named), frameon=False)
+    columns, where = (1, "outside right center") if len(panels) == 1 else (len(named), "outside upper center")
+    drawing.legend(named.values(), named.keys(), loc=where, ncols=columns, frameon=False)
     for line in axes:
         line[0].set_ylabel("normalized latency, ms a token")
     drawing.savefig(path, dpi=110)

@@ -421,8 +421,8 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
     lines = -(-len(panels) // columns)
     size = (3.8 * columns + 1.6 * (len(panels) == 1), 3.3 * lines)  # one panel has its legend next to it
     drawing, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for place, axis in enumerate(axes.flat):
-        axis.set_visible(place < len(panels))
+    for number, axis in enumerate(axes.flat):
+        axis.set_visible(number < len(panels))
     colours: dict[str, str] = {}
     for axis, (figure, model, dataset) in zip(axes.flat, panels, strict=False):
         for task in FIGURES[figure]:
@@ -439,8 +439,9 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
         axis.set_xlabel("requests/s")
         axis.spines[["top", "right"]].set_visible(False)
     named = {name: line for axis in axes.flat for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    place = "outside right center" if len(panels) == 1 else "outside upper center"
-    drawing.legend(named.values(), named.keys(), loc=place, ncols=1 if len(panels) == 1 else len(named), frameon=False)
+    one = len(panels) == 1
+    place: dict[str, Any] = {"loc": "outside right center" if one else "outside upper center"}
+    drawing.legend(list(named.values()), list(named), ncols=1 if one else len(named), frameon=False, **place)
     for line in axes:
         line[0].set_ylabel("normalized latency, ms a token")
     drawing.savefig(path, dpi=110)

@@ -30,6 +30,7 @@ from benchmarks.papers.pensieve import LATENCY, LONGEST, Task, long_tailed
 from holdfast.lab import workloads
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Workload
+from holdfast.lab.workloads.fields import estimate_tokens
 
 DEPLOYED = (("opt-13b", "a100-80gb"), ("llama-3-8b", "h200"))
 BATCH, NEW, STEPS, CHUNK = 32, 200, 200, 32
@@ -163,7 +164,7 @@ def lengths(file: Path | None) -> list[dict[str, Any]]:
     origins: dict[str, Workload] = {"drawn": workloads.multi_turn(20_000, 60.0, seed=0)}
     origins["with the long tail"] = long_tailed(20_000, 60.0, seed=0)
     if file is not None:
-        origins["the file"] = workloads.sharegpt_json(file)
+        origins["the file"] = workloads.chats_json(file, estimate_tokens, seed=0)
     rows = []
     for origin, talks in origins.items():
         sizes = [sum(turn.prompt + turn.output for turn in talk.turns) for talk in talks]

@@ -547,7 +547,7 @@ def show_varied_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def lengths_of(row: dict[str, Any]) -> str:
     """The origin of a row's lengths, and whether its requests come in the authors' order and at their times."""
-    return row["lengths"] + ", replayed" * bool(row.get("replay"))
+    return f"{row['lengths']}{', replayed' if row.get('replay') else ''}"
 
 
 def origin_of(lengths: Path | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_conversations_of_many_turns_arrive_at_the_rate_of_requests_that_is_aske
     found, _ = steady(MANY_TURNS, 10.0, 4.0, 400.0, CUT)
     asked = sum(len(talk.turns) for talk in found)
     assert asked == pytest.approx(4.0 * 400.0, rel=0.15)
+
+
+def test_lengths_of_a_sharegpt_file_are_counted_next_to_the_drawn_ones(tmp_path) -> None:
+    path = tmp_path / "sharegpt.json"
+    said = [{"from": who, "value": "four words of text"} for who in ("human", "gpt", "human", "gpt")]
+    path.write_text(json.dumps([{"id": "a", "conversations": said}, {"id": "b", "conversations": said[:2]}]))
+    rows = [row for row in pensieve_figures.lengths(path) if row["origin"] == "the file"]
+    turns = {row["at"]: row["share"] for row in rows if row["what"] == "turns"}
+    assert turns[2] == 0.5 and all(share == 0 for at, share in turns.items() if at > 2)
 
 
 def test_launches_move_the_knee_of_recorded_products_up_with_the_degree() -> None:

@@ -112,7 +112,7 @@ def read(reading: Reading, text: Text, tokens: list[int]) -> tuple[list[tuple[st
     return calls, said, thought
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_pair("llama3_json-special-auto-False")
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("tokens", ["special", "added", "text"])

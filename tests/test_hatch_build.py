@@ -38,12 +38,9 @@ def build(directory: Path, compiler: str) -> tuple[str, str]:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_wheel_has_the_library_and_the_platform_in_its_name(tmp_path: Path) -> None:
-    quick = tmp_path / "quick"  # the library is not measured, so it need not be fast
-    quick.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
-    quick.chmod(0o755)
-    name, _ = build(sources(tmp_path / "sources"), f"{quick} -Wall -Wextra -Werror")
+    name, _ = build(sources(tmp_path), "cc -Wall -Wextra -Werror")
     assert name.startswith("holdfast-") and "-py3-none-linux_" in name
-    with zipfile.ZipFile(tmp_path / "sources" / "out" / name) as wheel:
+    with zipfile.ZipFile(tmp_path / "out" / name) as wheel:
         assert str(FILE.relative_to(ROOT)) in wheel.namelist()
 
 

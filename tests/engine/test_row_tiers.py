@@ -82,7 +82,7 @@ def second_turn(first):
     return (*FIRST, *first, *MORE)
 
 
-@pytest.mark.always("llama", "mamba2", "jamba", "rwkv", "gemma3")
+@pytest.mark.always("llama", "mamba2", "rwkv")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_second_turn_after_a_restart_reads_the_first_and_has_the_tokens_of_the_model_alone(
     family, engine_of, models

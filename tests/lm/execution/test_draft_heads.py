@@ -83,6 +83,7 @@ def played(model: Decoder, seed: int, head: DraftHead | None) -> Played:
     return play(loop, waiting, choose, aborts=head is not None)
 
 
+@pytest.mark.always("whole steps")
 def test_random_histories_give_the_tokens_that_each_request_gets_without_a_head(
     model: Decoder, head: DraftHead
 ) -> None:
@@ -108,6 +109,7 @@ class Moment:
         return 1000 * (other.at - self.at)
 
 
+@pytest.mark.always("whole steps")
 def test_launched_as_on_a_gpu_the_tokens_are_the_same_and_guesses_come_with_the_next_result(
     model: Decoder, head: DraftHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ KINDS = (
     "mamba2",
     "jamba",
     "deepseek-v4",
+    "recurrent-gemma",
     "xlstm",
 )
 """A family of each kind of positions, masks and states. What others can do is probed, as that of these."""

@@ -57,7 +57,7 @@ def test_tokens_are_those_of_each_request_alone(case: Case, scheduler: str, step
     assert ("chunk" in seen) == (scheduler == "stall-free" and case.device.abilities.chunks)
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value("mpt-padded-batches")
 @pytest.mark.parametrize("scheduler", ["stall-free", "embedding", "padded-batches"])
 def test_tokens_are_equal_when_the_device_runs_out_of_memory_now_and_then(case: Case, scheduler: str) -> None:
     tokens, watched = serve(case, scheduler=scheduler, fails=0.05)
@@ -65,7 +65,7 @@ def test_tokens_are_equal_when_the_device_runs_out_of_memory_now_and_then(case: 
     assert any(result.part(RowResult).lost for result in watched.results)
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value("mpt-10", "rwkv-10")
 @pytest.mark.parametrize("host_rows", [0, 10])
 def test_tokens_are_equal_when_rows_are_displaced_by_more_urgent_ones(case: Case, host_rows: int) -> None:
     tokens, watched = serve(case, rows_in_memory=2, host_rows=host_rows, headroom=0.0, seed=5)

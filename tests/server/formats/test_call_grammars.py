@@ -112,7 +112,7 @@ def read(reading: Reading, text: Text, tokens: list[int]) -> tuple[list[tuple[st
     return calls, said, thought
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair("llama3_json-special-auto-False")
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("tokens", ["special", "added", "text"])
@@ -144,7 +144,7 @@ def test_every_answer_that_follows_the_grammar_is_read_as_valid_calls(
     text.close()
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("tokens", ["special", "text"])
 @pytest.mark.parametrize("name", list(SPECIAL))

@@ -164,7 +164,7 @@ def test_gated_linear_equals_float64(
     assert_near(found, oracle(shape).gated_linear(*doubled(x, weight, bias)))
 
 
-@pytest.mark.each_pair
+@pytest.mark.whole_product
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])

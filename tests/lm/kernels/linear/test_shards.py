@@ -85,7 +85,7 @@ def halves(weight: torch.Tensor, fp8: bool) -> list[Weight]:
     return [quantize(part, row_maxima(weight)) for part in parts] if fp8 else [*parts]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_pair("[15]-dtype1-False-True-FusedLayerOps", "5-dtype1-True-True-FusedLayerOps")
 @KINDS
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -118,7 +118,7 @@ def test_partial_sums_of_two_devices_are_added_and_normed(
         assert_near(normed, expected)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_pair("gated_linear-dtype1-True-FusedLayerOps")
 @KINDS
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

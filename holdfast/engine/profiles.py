@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -250,20 +250,17 @@ def held(path: Path, *, required: bool) -> Iterator[None]:
     Engines that start together would slow each other's measurements. So one measures, and the others find its result.
     If there can be no lock, raises OSError if the file is `required`, and otherwise holds none: nothing can be stored.
     """
-    lock = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
-    except OSError as error:
-        if required:
-            _refuse_or_warn(path, error, required)
-    try:
-        if lock is not None:
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+        except OSError as error:
+            if required:
+                _refuse_or_warn(path, error, required)
+        else:
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -88,11 +89,11 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
                 config.listen,
                 extra=fields(model=client.info.model, listen=config.listen, seconds=client.info.started_in),
             )
-            option = f" --engine-key {config.engine_key}" if key else ""
+            words = ["holdfast", "serve", "--engines", config.listen]
+            if key:
+                words += ["--engine-key", str(config.engine_key)]
             console.print(Text(f"{client.info.model} is ready at {config.listen} in {client.info.started_in:.1f} s"))
-            console.print(
-                Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True
-            )
+            console.print(Text(f"{shlex.join(words)} serves it", style="dim"), soft_wrap=True)
             code = await until_ended(client, config, received)
         if client.dead.is_set():
             log.error("the engine has ended: %s", client.reason)

@@ -314,7 +314,9 @@ def recommend(
     """
     best = best_of(evaluations)
     if evaluations and all(each.reason.startswith(planning.TOO_LONG) for each in evaluations):
-        return ["every request is too long: give shorter --prompt-tokens or --output-tokens, or a longer --max-model-len"]
+        return [
+            "every request is too long: give shorter --prompt-tokens or --output-tokens, or a longer --max-model-len"
+        ]
     if best is None and not any(each.fits for each in evaluations):
         return ["no layout fits these devices: give more --devices, another --device, --tp or --pp, or a smaller model"]
     if best is None:

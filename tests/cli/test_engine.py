@@ -23,7 +23,7 @@ SIZES = ("--cache-gb", "0.05", "--threads", "1", "--device", "cpu")
 
 
 def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tmp_path: Path) -> None:
-    address = f"{tmp_path}/engine.sock"
+    address = f"{tmp_path}/an engine.sock"
     with command("engine", "--listen", address, *SIZES, anew=True) as engine:
         assert engine.stdout is not None
         said = ""
@@ -31,7 +31,7 @@ def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tm
             line = engine.stdout.readline()
             assert line, said
             said += line
-        assert f"holdfast serve --engines {address} serves it" in said
+        assert f"holdfast serve --engines '{address}' serves it" in said
         assert Path(address).is_socket()
         engine.send_signal(signal.SIGTERM)
         assert engine.wait(60) == 0

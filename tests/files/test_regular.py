@@ -115,7 +115,7 @@ OPENERS: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "a file that is copied": (OSError, lambda path: copy_whole(path, path.with_name("copy"))),
     "a text of a checkpoint": (ValueError, lambda path: read_text(path, 100)),
     "config.json": (UnsupportedCheckpoint, read_json),
-    "the lock of a profile": (OSError, lambda path: held(path.with_name("profile.json")).__enter__()),
+    "the lock of a profile": (OSError, lambda path: held(path.with_name("profile.json"), required=True).__enter__()),
     "an SQLite store": (OSError, lambda path: Database(str(path))),
     "a certificate": (ValueError, lambda path: check_tls(ServerConfig(ssl_certfile=str(path)))),
     "examples": (OSError, Examples),

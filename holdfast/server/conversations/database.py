@@ -273,6 +273,11 @@ NEWER_VERSIONS = 1
 """How many versions newer than the known ones a schema may be."""
 
 
+def is_store(db: Connection) -> bool:
+    """Whether a store's tables were created in this database, of whatever version."""
+    return sqlalchemy.inspect(db).has_table(versions.name)
+
+
 def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     """Apply the missing steps of `STEPS` and `more`, within the caller's transaction: all or none.
 

@@ -7,12 +7,10 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import sqlalchemy
-
 from holdfast.files.regular import open_regular
 from holdfast.server.conversations import counters
 from holdfast.server.conversations.counters import Held
-from holdfast.server.conversations.database import FAILURES, Database, reason_of, shown, sqlite_path, versions
+from holdfast.server.conversations.database import FAILURES, Database, is_store, reason_of, shown, sqlite_path
 from holdfast.server.conversations.values import StoreError
 
 
@@ -23,7 +21,7 @@ def check(where: str) -> Held:
     try:
         database.check()
         with database.read() as db:
-            if not sqlalchemy.inspect(db).has_table(versions.name):
+            if not is_store(db):
                 raise StoreError(f"{path} is a SQLite file, but no conversation store")
             found = counters.recount(db)
             counted = counters.sums(db) if counters.complete(db) else found

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -22,6 +23,10 @@ summary { cursor: pointer; padding: .3rem 0 } code, pre { font: 13px/1.4 ui-mono
 pre { overflow: auto; max-height: 30rem } table { border-collapse: collapse } td { padding: .1rem 1rem .1rem 0 }
 details { border-bottom: 1px solid #8884 } summary b { display: inline-block; min-width: 4rem }
 """
+
+
+NARROW = "<meta name=viewport content='width=device-width, initial-scale=1'>"
+"""Tag for telephones, which would draw the page as wide as on a desktop, and small."""
 
 
 def add_docs_route(app: FastAPI) -> None:
@@ -44,7 +49,7 @@ def add_docs_route(app: FastAPI) -> None:
 def pieces(document: dict[str, Any]) -> Iterator[str]:
     """Yield the page of an OpenAPI document. All of its texts are escaped."""
     title = html.escape(f"{document['info']['title']} {document['info']['version']}")
-    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
+    yield f"<!doctype html><html lang=en><meta charset=utf-8>{NARROW}<title>{title}</title><style>{STYLE}</style>"
     yield f"<h1>{title}</h1><p>{html.escape(document['info'].get('summary', ''))}</p>"
     if "security" in document:
         yield "<p>Requests need a key: <code>Authorization: Bearer KEY</code>.</p>"
@@ -61,16 +66,21 @@ def pieces(document: dict[str, Any]) -> Iterator[str]:
 def entry(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
     """Yield the entry of one route: what it does, its parameters, its body and its replies."""
     said = operation.get("description", "")
-    yield f"<details><summary><b>{method}</b> <code>{html.escape(path)}</code> {html.escape(said)}</summary><table>"
+    yield f"<details><summary><b>{method}</b> <code>{html.escape(path)}</code> {prose(said)}</summary><table>"
     for each in operation.get("parameters", ()):
         cells = (each["name"], each["in"], each.get("description", ""))
-        yield f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+        yield f"<tr>{''.join(f'<td>{prose(cell)}</td>' for cell in cells)}</tr>"
     yield "</table>"
     for kind, body in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Body, <code>{html.escape(kind)}</code>:</p>{as_json(body['schema'])}"
     for kind, body in operation["responses"]["200"]["content"].items():
         yield f"<p>Answer, <code>{html.escape(kind)}</code>:</p>{as_json(body['schema'])}"
     yield "</details>"
+
+
+def prose(text: str) -> str:
+    """Return a description as HTML: escaped, with the parts between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def as_json(schema: Any) -> str:

@@ -20,6 +20,7 @@ async def test_the_page_of_routes_needs_no_key_and_loads_nothing(http: Http, key
     assert page.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
     assert "<script" not in page.text and "src=" not in page.text and "http" not in page.text.split("<h2>")[0][:2000]
     assert all(f"<code>{path}</code>" in page.text for path in paths)
+    assert "<code>/openapi.json</code> is the same for programs." in page.text and "name=viewport" in page.text
     assert ("Bearer KEY" in page.text) is bool(keys)
 
 

@@ -495,7 +495,7 @@ async def test_a_replica_that_hangs_gets_no_requests_and_is_killed_if_that_lasts
     monkeypatch.setattr(fleet, "HANG_SECONDS", 0.1)
     monkeypatch.setattr(fleet, "KILL_SECONDS", 1.0)
     scripts.engines[0].hangs = True
-    await until(lambda: State.HANGING in states(replicas))
+    await until(lambda: states(replicas)[0] is State.HANGING)
     await read(replicas)
     assert not scripts.engines[0].asked
     await until(lambda: scripts.engines[0].dead.is_set())

@@ -33,7 +33,7 @@ OTHERS_SECONDS = 2.0
 WATCH_SECONDS = 1.0
 """Seconds between two checks of all replicas."""
 LATE_CHECK = 2
-"""A check counts for at most so many times the seconds between two checks."""
+"""Most seconds that a check counts for, in times of the usual seconds between two checks."""
 HANG_SECONDS = 10.0
 """Seconds without an answer after which an engine gets no new requests."""
 KILL_SECONDS = 60.0

@@ -72,7 +72,7 @@ def ask(url: str, words: str, tokens: int) -> None:
 
 @contextmanager
 def streams(url: str, *asks: tuple[str, int]) -> Iterator[None]:
-    """Streams of these words and numbers of tokens. Those that have not ended leave at the end of the block."""
+    """Streams of these words and numbers of tokens. At the end of the block, unfinished streams leave."""
     over = threading.Event()
 
     def read(words: str, tokens: int) -> None:

@@ -207,8 +207,9 @@ async def read_parsed(
 
 
 async def read_decoded(request: Request, config: ServerConfig) -> bytes:
-    """Read the request's body, and decode it from its content encoding. Raises ApiError, as the two do."""
-    return decompress(await read_body(request, config), encoding_of(request), config)
+    """Read the request's body, and decode it from its content encoding, in a thread. Raises ApiError, as the two do."""
+    body, encoding = await read_body(request, config), encoding_of(request)
+    return await asyncio.to_thread(decompress, body, encoding, config) if encoding else body
 
 
 def encoding_of(request: Request) -> str:

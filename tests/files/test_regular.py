@@ -16,7 +16,7 @@ from holdfast.cells.applications.weights import read_weights
 from holdfast.cli.flags import UsageError, read_file
 from holdfast.cli.stopped import copy_whole
 from holdfast.engine.checkpoint import Checkpoint, read_text
-from holdfast.engine.profiles import held
+from holdfast.engine.profiles import StoredProfiles
 from holdfast.files.regular import (
     check_regular_below,
     create_file,
@@ -110,12 +110,20 @@ def test_a_directory_that_holds_a_pipe_is_refused_by_its_name(tmp_path: Path) ->
     assert caught.value.filename == str(tmp_path / "tokenizer.json")
 
 
+def hold_profiles(lock: Path) -> None:
+    (lock.parent / "config.json").write_text("{}")
+    stored = StoredProfiles(lock.parent, "float32", "CPU")
+    stored.folder = lock.parent
+    with stored.held(required=True):
+        pass
+
+
 OPENERS: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "a YAML file of options": (UsageError, lambda path: read_file(str(path), [ServerConfig])),
     "a file that is copied": (OSError, lambda path: copy_whole(path, path.with_name("copy"))),
     "a text of a checkpoint": (ValueError, lambda path: read_text(path, 100)),
     "config.json": (UnsupportedCheckpoint, read_json),
-    "the lock of a profile": (OSError, lambda path: held(path.with_name("profile.json"), required=True).__enter__()),
+    "the lock of profiles": (OSError, hold_profiles),
     "an SQLite store": (OSError, lambda path: Database(str(path))),
     "a certificate": (ValueError, lambda path: check_tls(ServerConfig(ssl_certfile=str(path)))),
     "examples": (OSError, Examples),
@@ -123,7 +131,7 @@ OPENERS: dict[str, tuple[type[Exception], Callable[[Path], object]]] = {
     "weights of an application": (OSError, lambda path: read_weights("weights", path.parent)),
     "the lock of another server": (OSError, lambda path: Owner(path.parent).gone(path.name)),
 }
-NAMES = {"the lock of a profile": "profile.lock", "job.json": "job.json", "weights of an application":
+NAMES = {"the lock of profiles": "lock", "job.json": "job.json", "weights of an application":
          "weights.safetensors"}  # fmt: skip
 
 

@@ -37,6 +37,8 @@ ORDER_BYTES, MOST_FILES = 1 << 17, 64
 """Most bytes of an order, which is one packet, and most descriptors with it."""
 START_SECONDS = 120.0
 """Most seconds until a process is forked. The first one waits for the template's imports."""
+CONSTANTS = "HOLDFAST_TEST_CONSTANTS"
+"""Variable with other values for constants of modules, as JSON by their full names, in a forked `holdfast` command."""
 HIGH = 512
 """Descriptors from here on are free in a new process."""
 
@@ -317,6 +319,10 @@ def run_command() -> NoReturn:
     link.die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     spawn.subprocess = ForkingItself()  # type: ignore[assignment]
+    for path, value in json.loads(os.environ.pop(CONSTANTS, "{}")).items():
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), f"there is no {path}"
+        setattr(sys.modules[module], name, value)
     try:
         status = cli.main()
     except SystemExit as exit:

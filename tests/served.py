@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.forked import CONSTANTS
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -137,26 +139,36 @@ class Serving:
         return pid
 
 
-def serve(checkpoint: Path, *more: str, anew: bool = False) -> AbstractContextManager[Serving]:
+def serve(
+    checkpoint: Path, *more: str, anew: bool = False, constants: Mapping[str, float] | None = None
+) -> AbstractContextManager[Serving]:
     options = ["--cache-gb", "0.02", "--api-key", "one", "--api-key", "two", *more]
-    return started(str(checkpoint), "--load-format", "random", *options, anew=anew)
+    return started(str(checkpoint), "--load-format", "random", *options, anew=anew, constants=constants)
 
 
-def command(*arguments: str, cwd: Path | None = None, anew: bool = False) -> Any:
-    """A process of the `holdfast` command, whose output and errors are read as text."""
+def command(
+    *arguments: str, cwd: Path | None = None, anew: bool = False, constants: Mapping[str, float] | None = None
+) -> Any:
+    """A process of the `holdfast` command, whose output and errors are read as text.
+
+    `constants` are other values for constants of modules, by their full names. A new interpreter takes none.
+    """
+    assert not (anew and constants)
     pipe, start = subprocess.PIPE, subprocess if anew else processes
     words = [sys.executable, "-m", "holdfast.cli", *arguments]
-    return start.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=cwd or Path.cwd())
+    env = environment() | ({CONSTANTS: json.dumps(dict(constants))} if constants else {})
+    return start.Popen(words, stdout=pipe, stderr=pipe, text=True, env=env, cwd=cwd or Path.cwd())
 
 
 @contextmanager
-def started(*options: str, anew: bool = False) -> Iterator[Serving]:
+def started(*options: str, anew: bool = False, constants: Mapping[str, float] | None = None) -> Iterator[Serving]:
     """`holdfast serve` with these options, where it finds the modules of this directory.
 
     `anew` starts a new interpreter for it, as users do. With Ray it is always a new one, as Ray starts others from it.
     """
     given = ("serve", "--port", "0", "--threads", "1", *options)
-    with command(*given, cwd=Path(__file__).parent, anew=anew or "--ray" in options) as process:
+    anew = anew or "--ray" in options
+    with command(*given, cwd=Path(__file__).parent, anew=anew, constants=constants) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             address = next((line for line in process.stdout if "address" in line), "")

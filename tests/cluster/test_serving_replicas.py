@@ -18,13 +18,19 @@ ASKED: dict[str, Any] = {
     "model": "tiny", "prompt": "it was a dark and stormy night; ", "max_tokens": 800, "temperature": 0.9, "seed": 11,
     "presence_penalty": 0.5, "logprobs": 1,
 }  # fmt: skip
+PATIENT = {
+    "holdfast.cluster.moving.PATIENCE_SECONDS": 200.0,
+    "holdfast.cluster.moving.WEIGHT": 0.0,
+    "holdfast.cluster.fleet.MOVE_SECONDS": 200.0,
+}
+"""A busy machine moves state so slowly that it would be given up, and that computing it again would be cheaper."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("replicas") / "tiny")
     options = ["--replicas", "2", "--max-replicas", "3", "--operator-key", "op", "--store", "memory"]
-    with serve(checkpoint, *options, "--host-cache-gb", "0.02") as served:
+    with serve(checkpoint, *options, "--host-cache-gb", "0.02", constants=PATIENT) as served:
         yield served
 
 

@@ -69,12 +69,12 @@ async def test_the_lease_is_renewed_while_anybody_watches(client: FakeClient, mo
     waiting = asyncio.create_task(anext(events))
     while len(client.watched) < 3:
         await asyncio.sleep(0.005)
+    started = asyncio.all_tasks() - {asyncio.current_task(), waiting}
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    (renewing,) = asyncio.all_tasks() - {asyncio.current_task()}
     await events.aclose()
-    await asyncio.wait([renewing], timeout=200)
-    assert renewing.done(), "nobody is left to renew it"
+    await asyncio.wait(started, timeout=200)
+    assert all(each.done() for each in started), "nobody is left to renew it"
     assert client.watched[-1] == 0
 
 

@@ -20,6 +20,7 @@ from holdfast.cli.hints import advice, nearest
 from holdfast.cli.topics import common, titled
 from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig
 from holdfast.core.version import __version__
+from holdfast.files.regular import file_fault
 from holdfast.lm.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def run(command: str, asked: Asked) -> int:
         import asyncio  # Imported late, because `serve` starts its engine before it imports any of these.
 
         from holdfast.engine.client.connection import EngineDead, EngineStartError
-        from holdfast.server.conversations.database import reason_of
         from holdfast.server.conversations.values import StoreError
 
         match error:
@@ -109,7 +109,7 @@ def run(command: str, asked: Asked) -> int:
             case EngineDead() | CommandError():
                 return complain(str(error), 1)
             case OSError():
-                return complain(reason_of(error), 1)
+                return complain(file_fault(error), 1)
             case asyncio.CancelledError():
                 return INTERRUPTED
         raise

@@ -27,6 +27,12 @@ KINDS = {
 """Names of the file kinds that are not regular files."""
 
 
+def file_fault(error: OSError) -> str:
+    """The file and the reason of an error, without its number."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.strerror and error.filename else reason
+
+
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, directory: int | None = None, mode: int = 0o600) -> int:
     """Open a regular file without waiting, and return its descriptor. `path` may be relative to `directory`.
 

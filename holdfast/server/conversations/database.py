@@ -40,7 +40,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from holdfast.files.regular import open_regular
+from holdfast.files.regular import file_fault, open_regular
 from holdfast.server.conversations.transactions import (
     Alone,
     Current,
@@ -346,8 +346,8 @@ def sqlite_path(where: str) -> Path | None:
 
 def reason_of(error: BaseException) -> str:
     """Return the reason of one of FAILURES for display: the first line of what the database itself says."""
-    if isinstance(error, OSError) and error.strerror:  # Without its number.
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, OSError):
+        return file_fault(error)
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from holdfast.server.protocol import ApiError, Body
-from holdfast.server.routes.http import JSON, described, query_integer, read_body, read_parsed, tenant_of
+from holdfast.server.routes.http import JSON, described, encoding_of, query_integer, read_body, read_parsed, tenant_of
 from holdfast.server.service import Service
 from holdfast.server.tinker.checkpoints import archive
 from holdfast.server.tinker.protos import MEDIA, require
@@ -169,7 +169,7 @@ def add_model_routes(app: FastAPI, training: Training, service: Service) -> None
         if kind != MEDIA:
             reason = f"content-type is {kind[:64]!r}; send a ForwardBackwardRequest as {MEDIA}"
             raise ApiError(reason, status=415, code="unsupported_media_type")
-        body, encoding = await read_body(request, config), request.headers.get("content-encoding", "")
+        body, encoding = await read_body(request, config), encoding_of(request)
         return promised(await training.forward(body, tenant_of(request), encoding=encoding))
 
     @app.post(f"{API}/get_info", openapi_extra=described(OfModel))

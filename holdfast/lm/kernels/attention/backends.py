@@ -108,8 +108,8 @@ def attention_for(
 ) -> Attention[Any]:
     """The attention backend for these heads on `device`. `auto` selects our kernels on CUDA, and PyTorch on a CPU.
 
-    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8. `invariant`: the bits of
-    a token's result must not depend on the other tokens of its step; on a CPU, the library's whole steps keep that.
+    `cache_dtype` is FP8 or the model's dtype; None stands for the latter, whatever it is. `invariant`: the bits of a
+    token's result must not depend on the other tokens of its step; on a CPU, the library's whole steps keep that.
 
     Raises ValueError for heads that cannot share KV heads evenly, sizes out of range, a device without a backend, or a
     backend that is not installed or does not support the device.
@@ -132,7 +132,8 @@ def attention_for(
     if invariant:
         from holdfast.lm.kernels.attention.invariant import InvariantAttention
 
-        return InvariantAttention(device=device, num_processors=processors, **sizes)
+        dtype = cache_dtype or torch.float32
+        return InvariantAttention(device=device, num_processors=processors, dtype=dtype, **sizes)
     from holdfast.lm.kernels.attention.paged import PagedAttention
 
     paged = PagedAttention(device=device, num_processors=processors, fp8_cache=cache_dtype == FP8, **sizes)

@@ -4,17 +4,27 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.attention.paged import PagedAttention, launched
+from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
+from holdfast.lm.kernels.launch import shared_bytes
 
 TILE_ROWS = 64
-"""Rows of every tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
-another height in another order."""
+"""Rows of a tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
+another height in another order, so there is one, but for Hopper: there four warps hold 64 rows, and eight hold twice as
+many. A row lies in its warp alike in both, so its sums have one order."""
+WARP_ROWS = 16
+"""Rows of a warp where the number of warps depends on the rows, as tensor cores take them."""
+MOST_STAGES = 3
+"""Steps whose keys and values are in flight at once, if the shared memory has room for them."""
+SPARE_BYTES = 1024
+"""Shared memory of a program for other things than queries, keys and values."""
 PART_KEYS = 1024
 """Keys of a part of the context. Parts begin at multiples of it. Each is added up by itself, then all in order."""
 MOST_PARTIALS = 256
@@ -51,17 +61,17 @@ def attend_parts_kernel(
     scale, softcap, window,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one record of `tiles.TileList.work` for one KV head. Program (record, KV head).
+    """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
     The record has some parts of PART keys. If its tile is whole, the parts are joined here. Else each is a partial
     result, and `join_parts_kernel` joins them. Keys that a row does not see leave its numbers as they are, so a row's
     bits do not depend on the other rows of its tile. There is one loop over keys: a second one, without masks for keys
     that all rows see, might be compiled to other operations.
     """
-    record = work + tl.program_id(0) * 8
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    record = work + tl.program_id(1) * 8
     first_token = tl.load(record)
     rows = tl.load(record + 1)
     if rows == 0:
@@ -78,54 +88,68 @@ def attend_parts_kernel(
     token = row // GROUP_SIZE
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
     real = row < rows
-    inner = dim < HEAD_DIM
-    held = real[:, None] & inner[None, :]
+    held = real[:, None] & (dim < HEAD_DIM)[None, :]
     position = start + token
     batch_token = (first_token + token).to(tl.int64)
-    query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = tl.load(query_at, mask=held, other=0.0)
 
     key_cache += kv_head.to(tl.int64) * key_stride_head
     value_cache += kv_head.to(tl.int64) * value_stride_head
     earliest = 0  # the first position that some row sees
     if HAS_WINDOW:
         earliest = tl.maximum(first_seen(start + first_row // GROUP_SIZE, window, CHUNKED), 0)
+    first_read = tl.maximum(first_key, earliest // BLOCK_N * BLOCK_N)
+    last_key = tl.maximum(stop_key - 1, 0)
+    # Each step looks up the blocks of the next one, so that its keys and values can be requested at once.
+    block = tl.load(table + tl.minimum(first_read + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
 
+    query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
+    tile = tl.load(query_at, mask=held, other=0.0)
     joined = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     joined_top, joined_total = begin_joined(sinks, head, real)
-    for part in range(first_key // PART, tl.cdiv(stop_key, PART)):
+    # A part before the window leaves what was joined as it is. If it is a partial result, its logarithm is -inf.
+    first_part = tl.where(partial > 0, first_key, first_read) // PART
+    for part in range(first_part, tl.cdiv(stop_key, PART)):
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        begin = tl.maximum(part * PART, earliest // BLOCK_N * BLOCK_N)
-        for first in range(begin, tl.minimum((part + 1) * PART, stop_key), BLOCK_N):
+        begin = tl.maximum(part * PART, first_read)
+        for first in tl.range(begin, tl.minimum((part + 1) * PART, stop_key), BLOCK_N, num_stages=STAGES):
             key_position = first + tl.arange(0, BLOCK_N)
-            inside = (key_position >= earliest) & (key_position < stop_key)
-            block = tl.load(table + key_position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            inside = key_position < stop_key
+            if HAS_WINDOW:
+                inside = inside & (key_position >= earliest)
             offset = key_position % BLOCK_SIZE
-            key_at = key_cache + (block * key_stride_block + offset * key_stride_slot)[None, :] + dim[:, None]
-            value_at = value_cache + (block * value_stride_block + offset * value_stride_slot)[:, None] + dim[None, :]
-            key = tl.load(key_at, mask=inside[None, :] & inner[:, None], other=0.0)
-            value = tl.load(value_at, mask=inside[:, None] & inner[None, :], other=0.0)
+            key_at = key_cache + (block.to(tl.int64) * key_stride_block + offset * key_stride_slot)
+            value_at = value_cache + (block.to(tl.int64) * value_stride_block + offset * value_stride_slot)
+            block = tl.load(table + tl.minimum(key_position + BLOCK_N, last_key) // BLOCK_SIZE)
+            if BLOCK_D == HEAD_DIM:
+                key = tl.load(key_at[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
+                value = tl.load(value_at[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
+            else:
+                inner = dim < HEAD_DIM
+                key = tl.load(key_at[None, :] + dim[:, None], mask=inside[None, :] & inner[:, None], other=0.0)
+                value = tl.load(value_at[:, None] + dim[None, :], mask=inside[:, None] & inner[None, :], other=0.0)
             scores, unit = capped(tl.dot(tile, key, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
-            seen = (key_position[None, :] <= position[:, None]) & inside[None, :]
+            # No real row sees a key that is not inside.
+            seen = key_position[None, :] <= position[:, None]
             if HAS_WINDOW:
                 seen = seen & (key_position[None, :] >= first_seen(position, window, CHUNKED)[:, None])
             weights, top, total, fade = weigh(tl.where(seen, scores, float("-inf")), unit, top, total)
             acc = tl.dot(weights.to(tile.dtype), value, acc * fade[:, None], input_precision="ieee")
         # A row that sees no key of this part has no sum. The logarithm of its share stays -inf.
         total = tl.where(total == 0.0, 1.0, total)
-        result, log = acc / total[:, None], top + tl.log2(total)
-        joined, joined_top, joined_total = join(joined, joined_top, joined_total, result, log)
+        result, log = acc * tl.div_rn(1.0, total)[:, None], top + tl.log2(total)
         if partial > 0:
             number = partial - 1 + part - first_key // PART
-            place = (number.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+            place = (number.to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=held)
             tl.store(partial_log + place, log, mask=real)
+        else:
+            joined, joined_top, joined_total = join(joined, joined_top, joined_total, result, log)
     if partial == 0:
         out_at = out + (batch_token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
         joined_total = tl.where(joined_total == 0.0, 1.0, joined_total)  # a row that is not real
-        tl.store(out_at, (joined / joined_total[:, None]).to(out.dtype.element_ty), mask=held)
+        tl.store(out_at, (joined * tl.div_rn(1.0, joined_total)[:, None]).to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -157,7 +181,8 @@ def join_parts_kernel(
             acc, top, total = join(acc, top, total, result, log)
         token = (first_token + row // GROUP_SIZE).to(tl.int64)
         out_at = out + (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(dim < HEAD_DIM)[None, :])
+        total = tl.div_rn(1.0, total)
+        tl.store(out_at, (acc * total[:, None]).to(out.dtype.element_ty), mask=(dim < HEAD_DIM)[None, :])
 
 
 class InvariantAttention(PagedAttention):
@@ -176,9 +201,13 @@ class InvariantAttention(PagedAttention):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
+        dtype: torch.dtype = torch.float32,
         part_keys: int = PART_KEYS,
     ) -> None:
-        """`part_keys` are the keys of a part, a multiple of 64. They decide the bits."""
+        """`dtype` is that of queries, keys and values.
+
+        `part_keys` are the keys of a part, a multiple of 64. They decide the bits.
+        """
         super().__init__(
             device=device,
             num_processors=num_processors,
@@ -187,18 +216,41 @@ class InvariantAttention(PagedAttention):
             head_dim=head_dim,
             block_size=block_size,
         )
-        self._part_keys = part_keys
+        self._part_keys, self._hopper = part_keys, _is_hopper(device)
         rows = max(TILE_ROWS, triton.next_power_of_2(self.group_size))
-        self.tiles = DeviceTilesBuilder(
-            device=device,
-            num_processors=num_processors,
-            num_kv_heads=num_kv_heads,
+        # Float32 runs without tensor cores, and a large head's results take the registers of eight warps.
+        fits = dtype.itemsize == 2 and self.block_d <= 128 and rows == TILE_ROWS
+        self._warps_by_rows = fits and (self._hopper or device.type == "cpu")
+        """Whether tiles of twice as many rows have twice as many warps, and long segments may have such tiles."""
+        two_heights = self._warps_by_rows and (not self._hopper or self.heights_alike(dtype, rows, 2 * rows))
+        self.tiles = self._builder(rows, 2 * rows if two_heights else rows)
+
+    def _builder(self, narrow_m: int, wide_m: int) -> DeviceTilesBuilder:
+        return DeviceTilesBuilder(
+            device=self.tiles.device,
+            num_processors=self.num_processors,
+            num_kv_heads=self.num_kv_heads,
             group_size=self.group_size,
-            narrow_m=rows,
-            wide_m=rows,
-            partial_keys=part_keys,
+            narrow_m=narrow_m,
+            wide_m=wide_m,
+            partial_keys=self._part_keys,
             most_partials=MOST_PARTIALS,
         )
+
+    def heights_alike(self, dtype: torch.dtype, *heights: int) -> bool:
+        """Whether tiles of these heights give random queries the same bits on this device."""
+        device, keys = self.tiles.device, self._part_keys * 5 // 4 + 1
+        tokens, generator = keys // 4, torch.Generator(device).manual_seed(0)
+        shape = (-(-keys // self.block_size), self.block_size, self.num_kv_heads, self.head_dim)
+        sizes = (tokens, self.num_kv_heads * self.group_size, self.head_dim), shape, shape
+        drawn = [torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes]
+        table = torch.arange(shape[0], dtype=torch.int32, device=device)[None]
+        segments = Segments(*(np.array(each, np.int32) for each in ([0, tokens], [keys], [0])))
+        found = [
+            self.attend(*drawn, table, self._builder(rows, rows).build(segments), scale=self.head_dim**-0.5)
+            for rows in heights
+        ]
+        return all(torch.equal(found[0], each) for each in found[1:])
 
     def _attend(
         self,
@@ -219,21 +271,32 @@ class InvariantAttention(PagedAttention):
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
-        # These are the same for all steps. Float32 runs without tensor cores, and large heads take more registers.
         large, exact = self.block_d > 128, query.element_size() > 2
-        attend_parts_kernel[(len(tiles.work), self.num_kv_heads)](
+        block_n, warps = 32 if large or exact else 64, 8 if self.block_d > 64 or exact else 4
+        attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
             *launched(*tensors, scale=scale, window=window, softcap=softcap),
             **sizes,
             BLOCK_SIZE=self.block_size,
-            BLOCK_N=32 if large or exact else 64,
+            BLOCK_N=block_n,
             PART=self._part_keys,
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
             CHUNKED=chunked,
-            num_warps=8 if self.block_d > 64 or exact else 4,
-            num_stages=1 if exact else 3,
+            STAGES=1 if exact else self._stages(tiles.block_m, block_n),
+            num_warps=tiles.block_m // WARP_ROWS if self._warps_by_rows else warps,
         )
         if len(tiles.merges):
             join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
                 tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1
             )
+
+    def _stages(self, block_m: int, block_n: int) -> int:
+        """Stages of the loop over keys, for numbers of 16 bits. They do not change the bits."""
+        shared, row_bytes = shared_bytes(self.tiles.device), 2 * self.block_d
+        steps = (shared - block_m * row_bytes - SPARE_BYTES) // (2 * block_n * row_bytes)
+        # Other tensor cores than Hopper's read registers, so the step that they compute is not in shared memory.
+        return max(1, min(MOST_STAGES, steps if self._hopper else steps + 1))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

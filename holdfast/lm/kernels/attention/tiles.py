@@ -207,7 +207,8 @@ class DeviceTilesBuilder:
     ) -> None:
         """`narrow_m` and `wide_m` count the rows of a tile; `group_size` counts the query heads of a KV head.
 
-        `partial_keys` and `most_partials` are those of `tile_list`, for each kind.
+        `partial_keys` is that of `tile_list`. `most_partials` is that of narrow tiles; that of wide ones takes as many
+        rows.
         """
         self.partial_keys, self.most_partials = partial_keys, most_partials
         self.device, self.group_size = device, group_size
@@ -243,7 +244,7 @@ class DeviceTilesBuilder:
         records = torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device)
         pieces = torch.split(records, sizes)
         return tuple(
-            DeviceTiles(block_m, work, merges, self.most_partials or target + len(merges), programs)
+            DeviceTiles(block_m, work, merges, self._most_partials(block_m) or target + len(merges), programs)
             for (block_m, _, target, programs), work, merges in zip(kinds, pieces[::2], pieces[1::2], strict=True)
         )
 
@@ -266,15 +267,23 @@ class DeviceTilesBuilder:
     def _lists(self, segments: Segments, *, all_narrow: bool = False) -> tuple[TileList, TileList]:
         """The wide and the narrow tiles of a batch. With `all_narrow`, long segments also have narrow tiles."""
         narrow = all_narrow | (segments.query_length * self.group_size <= self.narrow_m)
-        tiles = partial(
-            tile_list,
-            segments,
-            group_size=self.group_size,
-            partial_keys=self.partial_keys,
-            most_partials=self.most_partials,
-        )
-        wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)
-        return wide, tiles(narrow, block_m=self.narrow_m, split_for=self.split_narrow)
+
+        def tiles(chosen: npt.NDArray[np.bool_], block_m: int, split_for: Callable[[Records], int]) -> TileList:
+            return tile_list(
+                segments,
+                chosen,
+                group_size=self.group_size,
+                block_m=block_m,
+                split_for=split_for,
+                partial_keys=self.partial_keys,
+                most_partials=self._most_partials(block_m),
+            )
+
+        return tiles(~narrow, self.wide_m, self.split_wide), tiles(narrow, self.narrow_m, self.split_narrow)
+
+    def _most_partials(self, block_m: int) -> int:
+        """Most partial results of tiles of this height. Both kinds may take as much memory."""
+        return self.most_partials * self.narrow_m // block_m
 
     def _host_records(self, count: int) -> torch.Tensor:
         """Zeroed host memory for records to upload. PyTorch keeps pinned memory until the copy is complete."""

@@ -32,6 +32,7 @@ def make_attention(batch: Batch, processors: int, part_keys: int = 64) -> Invari
         num_kv_heads=batch.key.shape[1],
         head_dim=batch.query.shape[2],
         block_size=batch.key_cache.shape[1],
+        dtype=batch.query.dtype,
         part_keys=part_keys,
     )
 
@@ -90,6 +91,38 @@ def test_a_token_has_the_same_bits_in_any_step_and_they_are_near_the_oracle(
     ):
         some, at = some_of(batch, spans)
         assert torch.equal(attend(some, 1000, **options), whole[at]), spans
+
+
+def test_tiles_of_twice_as_many_rows_give_halves_the_same_bits(device: str) -> None:
+    """With numbers of 16 bits, longer segments have taller tiles than decodes and short chunks."""
+    batch = make_batch(MIXED, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
+    attention = make_attention(batch, 1)
+    assert attention.tiles.wide_m == 2 * attention.tiles.narrow_m == 2 * module.TILE_ROWS
+    wide, narrow = attention.make_metadata(batch.segments)
+    assert (wide.block_m, narrow.block_m) == (2 * module.TILE_ROWS, module.TILE_ROWS)
+    whole = attend(batch, 1, scale=0.25)
+    torch.testing.assert_close(whole.double().cpu(), oracle(batch, scale=0.25), rtol=5e-3, atol=5e-3)
+    for spans in ([(2, 30, 31), (4, 0, 1), (0, 19, 20)], [(2, 0, 15), (0, 3, 20)], [(2, 15, 31), (1, 0, 1)]):
+        some, at = some_of(batch, spans)
+        assert torch.equal(attend(some, 1000, scale=0.25), whole[at]), spans
+
+
+def test_heights_of_tiles_are_compared_before_both_are_taken(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    batch = make_batch([(0, 5, 6)], heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
+    attention = make_attention(batch, 4)
+    rows = module.TILE_ROWS
+    assert attention.heights_alike(torch.float16, rows, 2 * rows)
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    assert make_attention(batch, 4).tiles.wide_m == 2 * rows
+    launch = InvariantAttention._attend
+
+    def of_another_order(self: InvariantAttention, *tensors: Any, **options: Any) -> None:
+        launch(self, *tensors, **options)
+        tensors[4][0, 0, 0] += 0.125 * (tensors[5].block_m > rows)  # the output, by the height of its tiles
+
+    monkeypatch.setattr(InvariantAttention, "_attend", of_another_order)
+    one_height = make_attention(batch, 4).tiles
+    assert one_height.wide_m == one_height.narrow_m == rows
 
 
 def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_allows(

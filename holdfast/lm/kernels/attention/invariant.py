@@ -13,7 +13,7 @@ from holdfast.lm.kernels.attention.paged import PagedAttention, launched
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
-from holdfast.lm.kernels.launch import shared_bytes
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, shared_bytes, wait_for_previous
 
 TILE_ROWS = 64
 """Rows of a tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
@@ -62,6 +62,7 @@ def attend_parts_kernel(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
@@ -70,12 +71,13 @@ def attend_parts_kernel(
     bits do not depend on the other rows of its tile. There is one loop over keys: a second one, without masks for keys
     that all rows see, might be compiled to other operations.
     """
+    launch_dependents(DEPENDENT)
     kv_head = tl.program_id(0)
     record = work + tl.program_id(1) * 8
     first_token = tl.load(record)
     rows = tl.load(record + 1)
-    if rows == 0:
-        return
+    if (rows == 0) & (tl.program_id(1) > 0):
+        return  # without waiting, because programs of the first record wait for the whole kernel
     start = tl.load(record + 2)
     table = tables + tl.load(record + 3).to(tl.int64) * table_stride
     first_row = tl.load(record + 4)
@@ -102,6 +104,7 @@ def attend_parts_kernel(
     # Each step looks up the blocks of the next one, so that its keys and values can be requested at once.
     block = tl.load(table + tl.minimum(first_read + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
 
+    wait_for_previous(DEPENDENT)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
     tile = tl.load(query_at, mask=held, other=0.0)
     joined = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -156,11 +159,13 @@ def attend_parts_kernel(
 def join_parts_kernel(
     merges, sinks, partial_out, partial_log, out, out_stride_token, out_stride_head,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Join the partial results of rows, one after the other. Program (merge record, first row, KV head).
 
     The programs of a record share the rows of its tile.
     """
+    launch_dependents(DEPENDENT)
     record = merges + tl.program_id(0) * 8
     kv_head = tl.program_id(2)
     first_token = tl.load(record)
@@ -168,6 +173,7 @@ def join_parts_kernel(
     first_row = tl.load(record + 2)
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)
+    wait_for_previous(DEPENDENT)
     dim = tl.arange(0, BLOCK_D)
     for row_in_tile in range(tl.program_id(1), tl.minimum(rows - first_row, BLOCK_M), tl.num_programs(1)):
         row = first_row + row_in_tile + tl.zeros([1], tl.int32)
@@ -271,6 +277,7 @@ class InvariantAttention(PagedAttention):
         """Launch the tiles of one kind, then join the parts of those that were cut over the context."""
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
+        dependent = dependent_launch_options(query.device)
         large, exact = self.block_d > 128, query.element_size() > 2
         block_n, warps = 32 if large or exact else 64, 8 if self.block_d > 64 or exact else 4
         attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
@@ -284,10 +291,12 @@ class InvariantAttention(PagedAttention):
             CHUNKED=chunked,
             STAGES=1 if exact else self._stages(tiles.block_m, block_n),
             num_warps=tiles.block_m // WARP_ROWS if self._warps_by_rows else warps,
+            # Long segments have a stream of their own, whose first kernel waits for an event.
+            **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
         )
         if len(tiles.merges):
             join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
-                tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1
+                tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
             )
 
     def _stages(self, block_m: int, block_n: int) -> int:

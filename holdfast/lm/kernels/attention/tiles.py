@@ -184,6 +184,7 @@ class DeviceTiles:
     merges: torch.Tensor  # [M, 8] int32
     partials: int
     merge_programs: int  # for each merge; they share its rows
+    narrow: bool  # whether segments have few query rows
 
 
 class DeviceTilesBuilder:
@@ -222,30 +223,33 @@ class DeviceTilesBuilder:
 
     def build(self, segments: Segments) -> tuple[DeviceTiles, ...]:
         """The wide and the narrow tiles of a batch. A kind that the batch lacks is left out."""
-        lists = [tiles for tiles in self._lists(segments) if len(tiles.work)]
+        wide, narrow = self._lists(segments)
+        lists = [tiles for tiles in (wide, narrow) if len(tiles.work)]
         parts = [records for tiles in lists for records in (tiles.work, tiles.merges)]
         host = self._host_records(sum(map(len, parts)))
         np.concatenate(parts, out=host.numpy())
         pieces = torch.split(host.to(self.device, non_blocking=True), [len(records) for records in parts])
         return tuple(
-            DeviceTiles(tiles.block_m, work, merges, tiles.partials, tiles.merged_rows)
+            DeviceTiles(tiles.block_m, work, merges, tiles.partials, tiles.merged_rows, tiles is narrow)
             for tiles, work, merges in zip(lists, pieces[::2], pieces[1::2], strict=True)
         )
 
     def reserve(self, segments: int, tokens: int | None) -> tuple[DeviceTiles, ...]:
         """Empty tile lists with the room of `CapturableAttention.reserve`. Without `tokens`, only narrow ones."""
-        kinds = [(self.narrow_m, segments, self.narrow_target, self.group_size)]
+        kinds = [(self.narrow_m, segments, self.narrow_target, self.group_size, True)]
         if tokens is not None:
             shortest = self.narrow_m // self.group_size + 1  # tokens of a segment that is not narrow
             tiles = tokens * self.group_size // self.wide_m + min(WIDE_SEGMENTS, segments, tokens // shortest)
-            kinds.insert(0, (self.wide_m, tiles, self.wide_target, MERGE_PROGRAMS))
+            kinds.insert(0, (self.wide_m, tiles, self.wide_target, MERGE_PROGRAMS, False))
         # A cut makes at most `target` pieces more than there are tiles, so at most `target` tiles are cut.
-        sizes = [size for _, tiles, target, _ in kinds for size in (tiles + target, min(tiles, target))]
+        sizes = [size for _, tiles, target, *_ in kinds for size in (tiles + target, min(tiles, target))]
         records = torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device)
         pieces = torch.split(records, sizes)
         return tuple(
-            DeviceTiles(block_m, work, merges, self._most_partials(block_m) or target + len(merges), programs)
-            for (block_m, _, target, programs), work, merges in zip(kinds, pieces[::2], pieces[1::2], strict=True)
+            DeviceTiles(block_m, work, merges, self._most_partials(block_m) or target + len(merges), programs, narrow)
+            for (block_m, _, target, programs, narrow), work, merges in zip(
+                kinds, pieces[::2], pieces[1::2], strict=True
+            )
         )
 
     def refill(self, reserved: tuple[DeviceTiles, ...], segments: Segments) -> bool:

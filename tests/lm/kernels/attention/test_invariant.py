@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,35 @@ def test_heights_of_tiles_are_compared_before_both_are_taken(monkeypatch: pytest
     monkeypatch.setattr(InvariantAttention, "_attend", of_another_order)
     one_height = make_attention(batch, 4).tiles
     assert one_height.wide_m == one_height.narrow_m == rows
+
+
+class Launches:
+    """Stands for a kernel, and notes the options of its launches by the height of its tiles."""
+
+    def __init__(self) -> None:
+        self.options: list[tuple[int, bool, bool]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **given: self.options.append((given["BLOCK_M"], given["DEPENDENT"], given["launch_pdl"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_decodes_start_before_the_previous_kernel_ends_and_long_segments_do_not(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long segments have a stream of their own, also where their tiles are as high as those of decodes."""
+    batch = make_batch([(0, 199, 200), (1, 0, 150)], heads=4, kv_heads=2, block_size=16, dtype=dtype, device="cpu")
+    work, merges = Launches(), Launches()
+    monkeypatch.setattr(module, "attend_parts_kernel", work)
+    monkeypatch.setattr(module, "join_parts_kernel", merges)
+    monkeypatch.setattr(module, "dependent_launch_options", lambda device: {"DEPENDENT": True, "launch_pdl": True})
+    attention = make_attention(batch, 1000)
+    for metadata in (attention.make_metadata(batch.segments), attention.reserve(4, 200)):
+        work.options.clear()
+        attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=1.0)
+        wide, narrow = attention.tiles.wide_m, attention.tiles.narrow_m
+        assert work.options == [(wide, False, False), (narrow, True, True)]
+    assert merges.options and all(dependent and launched for _, dependent, launched in merges.options)
 
 
 def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_allows(

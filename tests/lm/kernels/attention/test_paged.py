@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -153,12 +155,11 @@ def test_zero_records_do_nothing(device: str) -> None:
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     padding = torch.zeros(3, FIELDS, dtype=torch.int32, device=device)
     metadata = tuple(
-        DeviceTiles(
-            tiles.block_m,
-            torch.cat([tiles.work, padding]),
-            torch.cat([tiles.merges, padding]),
-            tiles.partials + 3,
-            tiles.merge_programs,
+        replace(
+            tiles,
+            work=torch.cat([tiles.work, padding]),
+            merges=torch.cat([tiles.merges, padding]),
+            partials=tiles.partials + 3,
         )
         for tiles in attention.make_metadata(batch.segments)
     )

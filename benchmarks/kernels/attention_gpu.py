@@ -1,13 +1,14 @@
 """Paged attention alone on a GPU, compared with other kernels on the same work.
 
     python -m benchmarks.kernels.attention_gpu [--parts prefill decode mixed figure12 options] [--site DIR]
-                                               [--json OUT.json]
+                                               [--contenders NAME ...] [--json OUT.json]
                                                [--plot OUT.png] [--tune] [--budget SECONDS]
 
 Unless a row says otherwise, the shape is Llama-3-8B's (32 query heads, 8 KV heads, size 128, bf16), in blocks of 16
 tokens in random order. The contenders:
 
 - holdfast: the paged cache;
+- deterministic: the same cache, by the kernels of `--deterministic`;
 - cudnn, fa2: PyTorch's SDPA by cuDNN and by FlashAttention-2 over contiguous keys, the ideal;
 - copy-out: the blocks gathered into contiguous keys in each launch, then either of these two;
 - rounds (Figure 12): one launch of our decode kernel for each query token;
@@ -25,7 +26,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.lib.invocation import provenance
+from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
 from holdfast.lm.kernels.attention.protocol import Segments
 
@@ -105,14 +107,18 @@ WORKS = [
         Work(part="prefill", name=f"1 x {length:,}", groups=((1, length, length),))
         for length in (2048, 8192, 16384)
     ),
+    Work(part="prefill", name="8 x 256", groups=((8, 256, 256),)),
     Work(part="prefill", name="1,024 that end at 8,192", groups=((1, 1024, 8192),)),
     Work(part="prefill", name="1 x 8,192, blocks of 32", groups=((1, 8192, 8192),), block_size=32),
     Work(part="prefill", name="1 x 8,192, head size 64", groups=((1, 8192, 8192),), head_dim=64),
     *(
         Work(part="decode", name=f"{batch} x {context:,}", groups=((batch, 1, context),))
-        for batch, context in ((1, 640), (1, 8192), (8, 2048), (32, 600), (32, 2048), (128, 600), (128, 2048))
+        for batch, context in (
+            (1, 640), (1, 8192), (8, 2048), (32, 300), (32, 600), (32, 2048), (128, 600), (128, 2048),
+        )
     ),
     Work(part="mixed", name="32 x 2,048 and 1,024 that end at 8,192", groups=((32, 1, 2048), (1, 1024, 8192))),
+    Work(part="mixed", name="120 x 300 and 8 x 256", groups=((120, 1, 300), (8, 256, 256))),
     Work(part="mixed", name="64 x 600 and 512 that end at 512", groups=((64, 1, 600), (1, 512, 512))),
     *(
         Work(part="figure12", name=f"32 x 8 at {context:,}", groups=((32, 8, context),))
@@ -209,7 +215,18 @@ class Batch:
 
 
 def ours(batch: Batch, settings: dict[str, int] | None = None, *, general: bool = False) -> Contender:
-    attention = Variant(batch.work, settings, general=general)
+    return paged(batch, Variant(batch.work, settings, general=general))
+
+
+def deterministic(batch: Batch) -> Contender:
+    """Attention of `--deterministic`, with the tiles that an engine would take."""
+    sizes = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=batch.work.head_dim, block_size=batch.work.block_size)
+    attention = attention_for("cuda", **sizes, cache_dtype=DTYPE, invariant=True)
+    assert isinstance(attention, PagedAttention)
+    return paged(batch, attention)
+
+
+def paged(batch: Batch, attention: PagedAttention) -> Contender:
     metadata = attention.make_metadata(batch.work.segments())
     return Contender(
         lambda layer: [
@@ -330,6 +347,7 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
     """The contenders for this work, ours first."""
     work = batch.work
     yield "holdfast", partial(ours, batch)
+    yield "deterministic", partial(deterministic, batch)
     if work.part == "options":
         yield "general", partial(ours, batch, general=True)
     else:
@@ -387,13 +405,18 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out.float() - expected).norm() / expected.norm())
 
 
-def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]:
-    """For each contender, milliseconds of a launch (median, least, most), or the reason why it cannot do the work."""
+def measure(work: Work, module: Any, *, tune: bool, only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """For each contender, milliseconds of a launch (median, least, most), or the reason why it cannot do the work.
+
+    With `only`, contenders other than holdfast and these are left out.
+    """
     batch = Batch(work)
     found: dict[str, dict[str, Any]] = {}
     graphs = {}
     expected: torch.Tensor | None = None
     for name, make in contenders(batch, module, tune):
+        if only and name not in ("holdfast", *only):
+            continue
         try:
             contender = make()
             out = contender.arrange(contender.call(0)).float()
@@ -452,6 +475,7 @@ def main() -> None:
     parts = list(dict.fromkeys(work.part for work in WORKS))
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="the rows to run, in this order")
     parser.add_argument("--site", type=Path, help="a directory that holds vLLM's packages")
+    parser.add_argument("--contenders", nargs="+", default=[], help="those to run next to holdfast, by default all")
     parser.add_argument("--json", type=Path, help="write the results here, row by row")
     parser.add_argument("--plot", type=Path, help="draw them here")
     parser.add_argument("--tune", action="store_true", help="time other launch settings of ours too")
@@ -472,7 +496,7 @@ def main() -> None:
         if time.monotonic() - began > arguments.budget:
             print(f"left out for want of time: {work.part} {work.name}", flush=True)
             continue
-        found = measure(work, module, tune=arguments.tune)
+        found = measure(work, module, tune=arguments.tune, only=arguments.contenders)
         torch.cuda.empty_cache()
         for line in found.values():
             if "ms" in line:

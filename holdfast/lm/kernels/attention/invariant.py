@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 import triton
@@ -14,6 +16,8 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, shared_bytes, wait_for_previous
+
+log = logging.getLogger("holdfast.engine")
 
 TILE_ROWS = 64
 """Rows of a tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
@@ -228,7 +232,11 @@ class InvariantAttention(PagedAttention):
         fits = dtype.itemsize == 2 and self.block_d <= 128 and rows == TILE_ROWS
         self._warps_by_rows = fits and (self._hopper or device.type == "cpu")
         """Whether tiles of twice as many rows have twice as many warps, and long segments may have such tiles."""
-        two_heights = self._warps_by_rows and (not self._hopper or self.heights_alike(dtype, rows, 2 * rows))
+        two_heights = self._warps_by_rows
+        if two_heights and self._hopper and not self._heights_alike(dtype, rows, 2 * rows):
+            two_heights = False
+            log.warning("attention: tiles of %d and %d rows differ in bits, so prompts take the slower %d",
+                        rows, 2 * rows, rows)  # fmt: skip
         self.tiles = self._builder(rows, 2 * rows if two_heights else rows)
 
     def _builder(self, narrow_m: int, wide_m: int) -> DeviceTilesBuilder:
@@ -243,7 +251,7 @@ class InvariantAttention(PagedAttention):
             most_partials=MOST_PARTIALS,
         )
 
-    def heights_alike(self, dtype: torch.dtype, *heights: int) -> bool:
+    def _heights_alike(self, dtype: torch.dtype, *heights: int) -> bool:
         """Whether tiles of these heights give random queries the same bits on this device."""
         device, keys = self.tiles.device, self._part_keys * 5 // 4 + 1
         tokens, generator = keys // 4, torch.Generator(device).manual_seed(0)

@@ -94,6 +94,16 @@ def test_a_token_has_the_same_bits_in_any_step_and_they_are_near_the_oracle(
         assert torch.equal(attend(some, 1000, **options), whole[at]), spans
 
 
+def test_blocks_before_the_window_may_hold_anything(device: str) -> None:
+    batch = make_batch([(0, 159, 160), (1, 120, 131)], heads=4, kv_heads=2, block_size=16, device=device)
+    whole = attend(batch, 1000, scale=0.25, window=40)
+    for row, window_begins in enumerate((120, 81)):
+        gone = batch.block_tables[row, : window_begins // 16].long()
+        batch.key_cache[gone] = batch.value_cache[gone] = torch.nan
+    for processors in (1, 1000):
+        assert torch.equal(attend(batch, processors, scale=0.25, window=40), whole)
+
+
 def test_tiles_of_twice_as_many_rows_give_halves_the_same_bits(device: str) -> None:
     """With numbers of 16 bits, longer segments have taller tiles than decodes and short chunks."""
     batch = make_batch(MIXED, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
@@ -108,13 +118,13 @@ def test_tiles_of_twice_as_many_rows_give_halves_the_same_bits(device: str) -> N
         assert torch.equal(attend(some, 1000, scale=0.25), whole[at]), spans
 
 
-def test_heights_of_tiles_are_compared_before_both_are_taken(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_heights_of_tiles_are_compared_before_both_are_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
     batch = make_batch([(0, 5, 6)], heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
-    attention = make_attention(batch, 4)
     rows = module.TILE_ROWS
-    assert attention.heights_alike(torch.float16, rows, 2 * rows)
     monkeypatch.setattr(module, "_is_hopper", lambda device: True)
-    assert make_attention(batch, 4).tiles.wide_m == 2 * rows
+    assert make_attention(batch, 4).tiles.wide_m == 2 * rows and not caplog.messages
     launch = InvariantAttention._attend
 
     def of_another_order(self: InvariantAttention, *tensors: Any, **options: Any) -> None:
@@ -124,6 +134,9 @@ def test_heights_of_tiles_are_compared_before_both_are_taken(monkeypatch: pytest
     monkeypatch.setattr(InvariantAttention, "_attend", of_another_order)
     one_height = make_attention(batch, 4).tiles
     assert one_height.wide_m == one_height.narrow_m == rows
+    assert caplog.messages == [
+        f"attention: tiles of {rows} and {2 * rows} rows differ in bits, so prompts take the slower {rows}"
+    ]
 
 
 class Launches:
@@ -173,6 +186,17 @@ def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_al
     assert torch.equal(found, whole)
 
 
+def test_partial_results_of_tall_tiles_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PARTIALS", 11)
+    segments = [(0, 299, 300), (1, 299, 300), (2, 290, 320), (3, 290, 320)]
+    batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device="cpu")
+    attention = make_attention(batch, 1000)
+    wide, narrow = attention.make_metadata(batch.segments)
+    assert wide.partials == 5 and narrow.partials == 10  # of 11 in all and 22 wanted; wide ones have twice the rows
+    for reserved, own in zip(attention.reserve(8, 64), (wide, narrow), strict=True):
+        assert own.partials * own.block_m <= reserved.partials * reserved.block_m <= 11 * module.TILE_ROWS
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 30.0}])
@@ -183,6 +207,9 @@ def test_compiled_attention_gives_decodes_the_bits_of_prompts(
     spans = [(0, 0, 2500), (1, 3000, 3300), (2, 0, 1)]
     batch = make_batch(spans, heads=16, kv_heads=4, head_dim=head_dim, dtype=dtype, device="cuda")
     options = {"scale": head_dim**-0.5, **options}
+    tiles = make_attention(batch, 132).tiles
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert (tiles.wide_m > tiles.narrow_m) == (dtype != torch.float32 and head_dim <= 128)
     whole = attend(batch, 132, **options)
     expected = oracle(batch, **options)
     assert (whole.double().cpu() - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()

@@ -9,6 +9,7 @@ tokens in random order. The contenders:
 
 - holdfast: the paged cache;
 - deterministic: the same cache, by the kernels of `--deterministic`;
+- low: these kernels with low tiles for long segments too;
 - cudnn, fa2: PyTorch's SDPA by cuDNN and by FlashAttention-2 over contiguous keys, the ideal;
 - copy-out: the blocks gathered into contiguous keys in each launch, then either of these two;
 - rounds (Figure 12): one launch of our decode kernel for each query token;
@@ -218,11 +219,13 @@ def ours(batch: Batch, settings: dict[str, int] | None = None, *, general: bool 
     return paged(batch, Variant(batch.work, settings, general=general))
 
 
-def deterministic(batch: Batch) -> Contender:
-    """Attention of `--deterministic`, with the tiles that an engine would take."""
+def deterministic(batch: Batch, *, low: bool = False) -> Contender:
+    """Attention of `--deterministic`, with the tiles that an engine would take, or if `low` those of decodes alone."""
     sizes = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=batch.work.head_dim, block_size=batch.work.block_size)
     attention = attention_for("cuda", **sizes, cache_dtype=DTYPE, invariant=True)
     assert isinstance(attention, PagedAttention)
+    if low:
+        attention.tiles.wide_m = attention.tiles.narrow_m
     return paged(batch, attention)
 
 
@@ -348,6 +351,8 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
     work = batch.work
     yield "holdfast", partial(ours, batch)
     yield "deterministic", partial(deterministic, batch)
+    if max(length for length, _ in work.rows()) > 1:
+        yield "low", partial(deterministic, batch, low=True)
     if work.part == "options":
         yield "general", partial(ours, batch, general=True)
     else:

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from holdfast.core.version import __version__
 from holdfast.lm.kernels.attention.paged import PagedAttention, launched
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
@@ -232,12 +235,19 @@ class InvariantAttention(PagedAttention):
         fits = dtype.itemsize == 2 and self.block_d <= 128 and rows == TILE_ROWS
         self._warps_by_rows = fits and (self._hopper or device.type == "cpu")
         """Whether tiles of twice as many rows have twice as many warps, and long segments may have such tiles."""
-        two_heights = self._warps_by_rows
-        if two_heights and self._hopper and not self._heights_alike(dtype, rows, 2 * rows):
-            two_heights = False
-            log.warning("attention: tiles of %d and %d rows differ in bits, so prompts take the slower %d",
-                        rows, 2 * rows, rows)  # fmt: skip
-        self.tiles = self._builder(rows, 2 * rows if two_heights else rows)
+        self.tiles = self._builder(rows, 2 * rows if self._warps_by_rows else rows)
+        if not (self._hopper and self._warps_by_rows):
+            return
+        if device.type == "cuda":
+            # Imported here because it takes a GPU's driver. It compiles kernels in several processes.
+            from holdfast.lm.kernels.compilation import compile_once
+
+            sizes = num_heads, num_kv_heads, head_dim, block_size, part_keys
+            compile_once(partial(self._heights_alike, dtype), "attention heights", __version__, dtype, *sizes)
+        if not self._heights_alike(dtype):
+            self.tiles = self._builder(rows, rows)
+            log.warning("holdfast: attention has other bits by tiles of %d rows than by those of %d. So deterministic "
+                        "prompts have the latter, which take longer", 2 * rows, rows)  # fmt: skip
 
     def _builder(self, narrow_m: int, wide_m: int) -> DeviceTilesBuilder:
         return DeviceTilesBuilder(
@@ -251,20 +261,24 @@ class InvariantAttention(PagedAttention):
             most_partials=MOST_PARTIALS,
         )
 
-    def _heights_alike(self, dtype: torch.dtype, *heights: int) -> bool:
-        """Whether tiles of these heights give random queries the same bits on this device."""
+    @torch.inference_mode()
+    def _heights_alike(self, dtype: torch.dtype) -> bool:
+        """Whether random queries have the same bits in low tiles, as short segments, as in tall ones, as a long one."""
         device, keys = self.tiles.device, self._part_keys * 5 // 4 + 1
         tokens, generator = keys // 4, torch.Generator(device).manual_seed(0)
-        shape = (-(-keys // self.block_size), self.block_size, self.num_kv_heads, self.head_dim)
-        sizes = (tokens, self.num_kv_heads * self.group_size, self.head_dim), shape, shape
-        drawn = [torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes]
-        table = torch.arange(shape[0], dtype=torch.int32, device=device)[None]
-        segments = Segments(*(np.array(each, np.int32) for each in ([0, tokens], [keys], [0])))
-        found = [
-            self.attend(*drawn, table, self._builder(rows, rows).build(segments), scale=self.head_dim**-0.5)
-            for rows in heights
-        ]
-        return all(torch.equal(found[0], each) for each in found[1:])
+        cache = (-(-keys // self.block_size), self.block_size, self.num_kv_heads, self.head_dim)
+        sizes = (tokens, self.num_kv_heads * self.group_size, self.head_dim), cache, cache
+        query, key, value = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
+        table = torch.arange(cache[0], dtype=torch.int32, device=device)[None]
+
+        def attended(length: int) -> torch.Tensor:
+            starts = np.append(np.arange(0, tokens, length), tokens).astype(np.int32)
+            rows = np.zeros(len(starts) - 1, np.int32)
+            tiles = self.make_metadata(Segments(starts, starts[1:] + np.int32(keys - tokens), rows))
+            return self.attend(query, key, value, table, tiles, scale=self.head_dim**-0.5)
+
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return torch.equal(attended(self.tiles.narrow_m // self.group_size), attended(tokens))
 
     def _attend(
         self,
@@ -310,7 +324,7 @@ class InvariantAttention(PagedAttention):
     def _stages(self, block_m: int, block_n: int) -> int:
         """Stages of the loop over keys, for numbers of 16 bits. They do not change the bits."""
         shared, row_bytes = shared_bytes(self.tiles.device), 2 * self.block_d
-        steps = (shared - block_m * row_bytes - SPARE_BYTES) // (2 * block_n * row_bytes)
+        steps: int = (shared - block_m * row_bytes - SPARE_BYTES) // (2 * block_n * row_bytes)
         # Other tensor cores than Hopper's read registers, so the step that they compute is not in shared memory.
         return max(1, min(MOST_STAGES, steps if self._hopper else steps + 1))
 

@@ -135,7 +135,8 @@ def test_heights_of_tiles_are_compared_before_both_are_taken(
     one_height = make_attention(batch, 4).tiles
     assert one_height.wide_m == one_height.narrow_m == rows
     assert caplog.messages == [
-        f"attention: tiles of {rows} and {2 * rows} rows differ in bits, so prompts take the slower {rows}"
+        f"holdfast: attention has other bits by tiles of {2 * rows} rows than by those of {rows}. So deterministic "
+        "prompts have the latter, which take longer"
     ]
 
 

@@ -44,8 +44,8 @@ COMPARED_ROWS = 257
 """Most rows of a comparison: two tiles of the largest height, and a row of a third."""
 COMPARED_OUTPUTS = 320
 """Most outputs of a comparison: a tile of the largest width, and a part of a second."""
-LARGEST_WEIGHT, LARGEST_OUTPUT = 1 << 29, 1 << 28
-"""Most numbers of a weight, and of sums, for which the library is compared: the whole product takes so much memory."""
+LARGEST_WEIGHT, LARGEST_OUTPUT = 1 << 30, 1 << 29
+"""Most bytes of a weight, and of a product, for which the library is compared. That takes about four times as many."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,13 @@ def _kinds_of_library(
     """The products with a weight that the library may compute: the order of their sums and their rows, ascending."""
     found: dict[LibraryKind, tuple[SumOrder, tuple[int, ...]]] = {}
     weight = shape.drawn(shape.outputs, dtype, torch.device("meta"))
-    if not shape.by_rows or weight.numel() > LARGEST_WEIGHT:
+    if not shape.by_rows or weight.nbytes > LARGEST_WEIGHT:
         return found
     for number, order in enumerate(_orders(weight, dtype, gpu, slices)):
         apart = bool(number and slices)
         kind = LibraryKind(shape.outputs, shape.inputs, order.size, dtype, number > 0, apart)
-        most = LARGEST_OUTPUT // (shape.outputs * (kind.parts if apart else 1))
+        item = torch.float32.itemsize if kind.wide else dtype.itemsize
+        most = LARGEST_OUTPUT // (shape.outputs * item * (kind.parts if apart else 1))
         if kind.parts > 1 and not apart:
             most = min(most, MOST_SUM_BYTES // (4 * shape.outputs))
         rows = tuple(each for each in ROWS if each <= most and takes_library(each, weight, order, gpu))

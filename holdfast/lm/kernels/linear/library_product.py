@@ -22,7 +22,7 @@ ROWS = (
 """Numbers of rows for which the library may compute a product: those of captured steps (`GraphSizes`)."""
 MULTIPLE = 64
 """Inputs, outputs, and inputs of a part of a sum are multiples of this many."""
-ALIGNED = 128
+ALIGNED = 64
 """Bytes at a multiple of which tensors begin. The library may choose another kernel for less."""
 LEAST_CUT_ROWS = 512
 """Fewest rows that are computed in two pieces. Fewer take about as long as it takes to read the weight."""

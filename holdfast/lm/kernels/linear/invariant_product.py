@@ -410,7 +410,7 @@ def cuts(x: torch.Tensor, weight: Multiplied, gpu: Gpu, order: SumOrder) -> bool
 
 def _tiles(rows: int, weight: Multiplied) -> int:
     """Number of small tiles of a product."""
-    return triton.cdiv(rows, BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
+    return -(-rows // BLOCK_M) * -(-weight.shape[0] // BLOCK_N)
 
 
 def launch_of(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu, *, apart: bool) -> SkinnyLaunch | Tile:

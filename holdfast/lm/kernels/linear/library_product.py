@@ -71,7 +71,8 @@ def library_pieces(
 
     See `multiply` for the other arguments.
     """
-    kind = LibraryKind(*weight.shape, part, x.dtype, out.dtype == torch.float32, apart)
+    outputs, inputs = weight.shape
+    kind = LibraryKind(outputs, inputs, part, x.dtype, out.dtype == torch.float32, apart)
     rows = equal.get(kind)
     if rows is None or weight.dtype != x.dtype or not (x.is_contiguous() and weight.is_contiguous()):
         return []

@@ -35,7 +35,7 @@ LEAST_PART = 2048
 
 
 class LibraryKind(NamedTuple):
-    """What the library's choice of a kernel depends on besides the number of rows, and how sums are cut."""
+    """A kind of product, for which the library chooses a kernel by the number of rows, and how its sums are cut."""
 
     outputs: int
     inputs: int

@@ -2,7 +2,8 @@
 
 `invariant_product` computes a product by the tile, or the skinny GEMM, that is fastest for its rows. That keeps the
 bits only where all of them add up a sum in one order, which no document of a GPU promises. So the sums of random
-numbers are compared, bit for bit, for each shape of weight and each kernel that may read it.
+numbers are compared, bit for bit, for each shape of weight and each kernel that may read it. Products of many rows are
+faster by PyTorch's library, whose own order is compared next, for each number of rows.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from holdfast.lm.kernels.linear.invariant_product import (
     order_on_ranks,
     run,
     skinny_launch,
+    takes_library,
     the_tile,
 )
+from holdfast.lm.kernels.linear.library_product import MOST_SUM_BYTES, ROWS, EqualRows, LibraryKind, multiply
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, skinny_gemm
 from holdfast.lm.kernels.stacked import StackedWeight
 
@@ -41,6 +44,8 @@ COMPARED_ROWS = 257
 """Most rows of a comparison: two tiles of the largest height, and a row of a third."""
 COMPARED_OUTPUTS = 320
 """Most outputs of a comparison: a tile of the largest width, and a part of a second."""
+LARGEST_WEIGHT, LARGEST_OUTPUT = 1 << 30, 1 << 29
+"""Most bytes of a weight, and of a product, for which the library is compared. That takes about four times as many."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,10 @@ def adds_alike(weights: Iterable[Weight], dtype: torch.dtype, gpu: Gpu, slices: 
     `dtype` is that of the activations. `slices` is `order_on_ranks`'s; 0: sums are not cut for several ranks. Packed
     weights are left out, as they have one tile. The outcome for a shape is kept for the life of the process.
     """
-    found = [each for each in _plain(weights) if each.dtype == dtype and dtype.itemsize == 2]
+    found = _compared(weights, dtype)
     if not found:
         return True
-    device = found[0].device
-    shapes = dict.fromkeys(Shape(each.shape[0], each.shape[1], each.stride(1) == 1) for each in found)
+    device, shapes = found[0].device, _shapes(found)
     compared = partial(_differing, dtype=dtype, device=device, gpu=gpu, slices=slices)
     if device.type == "cuda":
         # Imported here because it takes a GPU's driver. It compiles kernels in several processes.
@@ -100,6 +104,102 @@ def adds_alike(weights: Iterable[Weight], dtype: torch.dtype, gpu: Gpu, slices: 
     return not differing
 
 
+def rows_of_library(weights: Iterable[Weight], dtype: torch.dtype, gpu: Gpu, slices: int = 0) -> EqualRows:
+    """The products with these weights, and numbers of rows, that the library computes with the bits of these kernels.
+
+    The arguments are those of `adds_alike`, which has found its kernels alike. A line of the log names the numbers of
+    rows at which the library has other bits. The outcome for a shape is kept for the life of the process.
+    """
+    equal: dict[LibraryKind, tuple[int, ...]] = {}
+    found = _compared(weights, dtype)
+    for shape in _shapes(found):
+        for kind, (order, rows) in _kinds_of_library(shape, dtype, gpu, slices).items():
+            try:
+                differing = _differing_in_library(kind, order, rows, found[0].device, gpu)
+            except torch.OutOfMemoryError:
+                log.info("holdfast: no memory is left to compare %s, so the library computes none", _words(kind))
+                continue
+            if differing:
+                log.info(
+                    "holdfast: the library has other bits for %s and %s rows, so kernels of Holdfast compute those",
+                    _words(kind), ", ".join(map(str, differing)),
+                )  # fmt: skip
+            equal[kind] = tuple(each for each in rows if each not in differing)
+    return equal
+
+
+def _words(kind: LibraryKind) -> str:
+    """The kind of product, in words."""
+    cut = f" in parts of {kind.part}" if kind.parts > 1 else ""
+    return f"sums of {kind.inputs} inputs{cut} in {str(kind.dtype).removeprefix('torch.')}, {kind.outputs} outputs"
+
+
+def _kinds_of_library(
+    shape: Shape, dtype: torch.dtype, gpu: Gpu, slices: int
+) -> dict[LibraryKind, tuple[SumOrder, tuple[int, ...]]]:
+    """The products with a weight that the library may compute: the order of their sums and their rows, ascending."""
+    found: dict[LibraryKind, tuple[SumOrder, tuple[int, ...]]] = {}
+    weight = shape.drawn(shape.outputs, dtype, torch.device("meta"))
+    if not shape.by_rows or weight.nbytes > LARGEST_WEIGHT:
+        return found
+    for number, order in enumerate(_orders(weight, dtype, gpu, slices)):
+        apart = bool(number and slices)
+        kind = LibraryKind(shape.outputs, shape.inputs, order.size, dtype, number > 0, apart)
+        item = torch.float32.itemsize if kind.wide else dtype.itemsize
+        most = LARGEST_OUTPUT // (shape.outputs * item * (kind.parts if apart else 1))
+        if kind.parts > 1 and not apart:
+            most = min(most, MOST_SUM_BYTES // (4 * shape.outputs))
+        rows = tuple(each for each in ROWS if each <= most and takes_library(each, weight, order, gpu))
+        if kind.fits and rows:
+            found[kind] = order, rows
+    return found
+
+
+@cache
+@torch.inference_mode()
+def _differing_in_library(
+    kind: LibraryKind, order: SumOrder, rows: tuple[int, ...], device: torch.device, gpu: Gpu
+) -> tuple[int, ...]:
+    """The numbers of rows at which the library's bits differ from those of this project's kernels.
+
+    The products are whole, as the library's kernel depends on all sizes. Rounding to 16 bits would hide most
+    differences, so in every second row, and in each part of a sum, the numbers cancel and rounding errors are left.
+    """
+    weight = _random(kind.outputs, kind.inputs, dtype=kind.dtype, device=device).mul_(kind.inputs**-0.5)
+    x = _random(rows[-1], kind.inputs, dtype=kind.dtype, device=device)
+    for begin in range(0, kind.inputs, kind.part):
+        half = min(kind.part, kind.inputs - begin) // 2
+        one, other = slice(begin, begin + half), slice(begin + half, begin + 2 * half)
+        weight[:, other] = weight[:, one]
+        x[1::2, other] = -x[1::2, one]
+    wanted = _own_sums(kind, order, x, weight, gpu)
+    differing = []
+    for count in rows:
+        found = torch.empty_like(wanted[..., :count, :], memory_format=torch.contiguous_format)
+        multiply(x[:count], weight, found, kind.part)
+        if not torch.equal(found, wanted[..., :count, :]):
+            differing.append(count)
+    return tuple(differing)
+
+
+def _own_sums(kind: LibraryKind, order: SumOrder, x: torch.Tensor, weight: torch.Tensor, gpu: Gpu) -> torch.Tensor:
+    """The product by this project's kernels, as `multiply` writes it."""
+    sizes = (order.parts,) if kind.apart else ()
+    out = x.new_empty(*sizes, len(x), kind.outputs, dtype=torch.float32 if kind.wide else kind.dtype)
+    run(x, weight, None, out, order, launch_of(x, weight, order, gpu, apart=kind.apart), apart=kind.apart)
+    return out
+
+
+def _compared(weights: Iterable[Weight], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The weights whose products are compared: of plain numbers of 16 bits, in the activations' type."""
+    return [each for each in _plain(weights) if each.dtype == dtype and dtype.itemsize == 2]
+
+
+def _shapes(weights: Iterable[torch.Tensor]) -> list[Shape]:
+    """The shapes of these weights, each once."""
+    return [*dict.fromkeys(Shape(each.shape[0], each.shape[1], each.stride(1) == 1) for each in weights)]
+
+
 def _plain(weights: Iterable[Weight]) -> Iterator[torch.Tensor]:
     """The matrices of plain numbers among these weights, and among the parts of stacks."""
     for weight in weights:
@@ -113,6 +213,9 @@ def _launch_all(shapes: Iterable[Shape], *, dtype: torch.dtype, device: torch.de
     """Launch the kernels of all comparisons, whatever they compute."""
     for shape in shapes:
         list(_results(shape, dtype, device, gpu, slices))
+        for kind, (order, rows) in _kinds_of_library(shape, dtype, gpu, slices).items():
+            weight = torch.empty(kind.outputs, kind.inputs, dtype=dtype, device=device)
+            _own_sums(kind, order, weight.new_empty(rows[-1], kind.inputs), weight, gpu)
 
 
 @cache

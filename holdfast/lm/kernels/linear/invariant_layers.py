@@ -10,12 +10,13 @@ import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
-from holdfast.lm.kernels.linear.equal_sums import adds_alike
+from holdfast.lm.kernels.linear.equal_sums import adds_alike, rows_of_library
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.experts.launches import fixed_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.invariant_product import (
     Multiplied,
+    add_product,
     gated_product,
     gpu_of,
     order_on_ranks,
@@ -50,11 +51,13 @@ class InvariantLayerOps(FusedLayerOps):
         self._gpu = gpu_of(shape.inverse_frequencies.device)
 
     def settle(self, weights: Iterable[Weight]) -> str:
-        alike = self._gpu.alike and adds_alike(weights, self.shape.dtype, self._gpu, self._slices)
+        given = list(weights)
+        alike = self._gpu.alike and adds_alike(given, self.shape.dtype, self._gpu, self._slices)
         if self.group is not None:  # all devices take the same kernels, also if they are of different kinds
             own = torch.tensor([alike], dtype=torch.int64, device=self.shape.inverse_frequencies.device)
             alike = bool(self.group.gather(own).min())
-        self._gpu = replace(self._gpu, alike=alike)
+        equal = rows_of_library(given, self.shape.dtype, self._gpu, self._slices) if alike else {}
+        self._gpu = replace(self._gpu, alike=alike, equal_rows=equal)
         return "" if alike else ", one tile"
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,7 +93,10 @@ class InvariantLayerOps(FusedLayerOps):
             return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         if isinstance(weight, StackedWeight):
             return self._normed(stream, self.linear(x, weight)[None], bias, norm)
-        return self._normed(stream, partial_products(x, _multiplied(weight), gpu=self._gpu), bias, norm)
+        own = _multiplied(weight)
+        if add_product(stream, x, own, bias, gpu=self._gpu):
+            return self._normed(stream, None, None, norm)
+        return self._normed(stream, partial_products(x, own, gpu=self._gpu), bias, norm)
 
     def _add_slices(
         self,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 import torch
@@ -17,6 +17,7 @@ from holdfast.lm.kernels.launch import (
     shared_bytes,
     wait_for_previous,
 )
+from holdfast.lm.kernels.linear.library_product import EqualRows, library_pieces, multiply
 from holdfast.lm.kernels.linear.packed_tile import packed_constants, packed_tile
 from holdfast.lm.kernels.linear.skinny_gemm import (
     FEW,
@@ -80,6 +81,8 @@ class Gpu:
 
     Otherwise all products have one tile, and sums of another order.
     """
+    equal_rows: EqualRows = field(default_factory=dict, hash=False)
+    """Products that the library computes with the same bits (`equal_sums`). They are computed by it."""
 
 
 @dataclass(frozen=True)
@@ -191,16 +194,16 @@ def product_kernel(
     x, weight, scale, extra, unit, bias, out, rows, outputs, inputs, steps, parts, x_stride, weight_stride_n,
     weight_stride_k,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    FEW: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    FEW: tl.constexpr, ONE: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, inputs] times a weight [outputs, inputs] transposed.
 
     Program (tile, part) with APART: out [parts, rows, outputs] float32 gets this part of each sum. Else program (tile):
     out [rows, outputs] gets the sums of all parts, plus the bias. The parts are added up one after the other in both
     cases, here or by who reads them, so that a sum has the same bits. EVEN: steps fill the inputs. FEW: a tile holds
-    all rows, and reads no more. ONE: a program adds up one part. With a FORM, the weight is a `PackedWeight`, whose
-    numbers are rounded to the type of x, and whose units multiply each part.
+    all rows, and reads no more. ONE: a program adds up one part. ADDED: the sums are added to out. With a FORM, the
+    weight is a `PackedWeight`, whose numbers are rounded to the type of x, and whose units multiply each part.
     """
     launch_dependents(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -239,6 +242,9 @@ def product_kernel(
         place += tl.program_id(1).to(tl.int64) * rows * outputs
     elif bias is not None:
         total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    if ADDED:
+        total += tl.load(out + place, mask=held, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # several threads may hold the same element
     tl.store(out + place, total.to(out.dtype.element_ty), mask=held)
 
 
@@ -276,7 +282,7 @@ def product(
     if not out.numel():
         return out
     if not cuts(x, weight, gpu, order):
-        run(x, weight, bias, out, order, launch_of(x, weight, order, gpu, apart=False), apart=False)
+        _compute(x, weight, bias, out, order, gpu, apart=False)
         return out
     partials = partial_products(x, weight, gpu=gpu, order=order)
     blocks = triton.cdiv(out.numel(), ADDED_AT_A_TIME)
@@ -311,8 +317,28 @@ def partial_products(x: torch.Tensor, weight: Multiplied, *, gpu: Gpu, order: Su
     apart = cuts(x, weight, gpu, order)
     out = x.new_empty(order.parts if apart else 1, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        run(x, weight, None, out, order, launch_of(x, weight, order, gpu, apart=apart), apart=apart)
+        _compute(x, weight, None, out if apart else out[0], order, gpu, apart=apart)
     return out
+
+
+def add_product(
+    stream: torch.Tensor, x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, gpu: Gpu
+) -> bool:
+    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to the stream [T, N] in place, if one tile can.
+
+    Returns False, and does nothing, where another kernel computes `partial_products`. The bits are those of adding
+    their sum and the bias to the stream in float32, in this order, and rounding once.
+    """
+    order = order_of(weight, x.dtype, gpu, added=True)
+    x = _by_rows(x)
+    if not stream.numel() or not stream.is_contiguous() or cuts(x, weight, gpu, order):
+        return False
+    launch = launch_of(x, weight, order, gpu, apart=False)
+    sums = stream.new_empty(0, dtype=torch.float32)
+    if isinstance(launch, SkinnyLaunch) or _by_library(x, weight, None, sums, order, gpu, apart=False):
+        return False
+    run(x, weight, bias, stream, order, launch, apart=False, added=True)
+    return True
 
 
 def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, gpu: Gpu) -> torch.Tensor:
@@ -323,8 +349,52 @@ def slice_products(x: torch.Tensor, weight: Multiplied, slices: int, *, gpu: Gpu
     order = order_on_ranks(weight, x.dtype, gpu, slices)
     x, out = _by_rows(x), x.new_empty(slices, len(x), weight.shape[0], dtype=torch.float32)
     if out.numel():
-        run(x, weight, None, out, order, launch_of(x, weight, order, gpu, apart=True), apart=True)
+        _compute(x, weight, None, out, order, gpu, apart=True)
     return out
+
+
+def _compute(
+    x: torch.Tensor,
+    weight: Multiplied,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    order: SumOrder,
+    gpu: Gpu,
+    *,
+    apart: bool,
+) -> None:
+    """`run`, by the fastest of the library and this project's kernels."""
+    pieces = _by_library(x, weight, bias, out, order, gpu, apart=apart)
+    for rows in pieces:
+        assert isinstance(weight, torch.Tensor)
+        multiply(x[rows], weight, out[..., rows, :], order.size)
+    if not pieces:
+        run(x, weight, bias, out, order, launch_of(x, weight, order, gpu, apart=apart), apart=apart)
+
+
+def _by_library(
+    x: torch.Tensor,
+    weight: Multiplied,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    order: SumOrder,
+    gpu: Gpu,
+    *,
+    apart: bool,
+) -> list[slice]:
+    """The ranges of rows that the library computes one after the other; empty if it does not compute the product.
+
+    Parts of few rows have programs of their own, which are faster, and no bias is compared.
+    """
+    if bias is not None or not is_plain(weight, x.dtype, gpu) or not takes_library(len(x), weight, order, gpu):
+        return []
+    assert isinstance(weight, torch.Tensor)
+    return library_pieces(x, weight, out, order.size, apart, gpu.equal_rows)
+
+
+def takes_library(rows: int, weight: Multiplied, order: SumOrder, gpu: Gpu) -> bool:
+    """Whether the library may compute this many rows of plain numbers, if its bits are equal."""
+    return rows > FEW_ROWS and (order.parts == 1 or _tiles(rows, weight) >= gpu.processors)
 
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
@@ -334,8 +404,13 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
 
 def cuts(x: torch.Tensor, weight: Multiplied, gpu: Gpu, order: SumOrder) -> bool:
     """Whether different programs add up the parts of each sum."""
-    tiles = triton.cdiv(len(x), BLOCK_M) * triton.cdiv(weight.shape[0], BLOCK_N)
-    return order.parts > 1 and (tiles < gpu.processors or skinny_launch(x, weight, order, gpu) is not None)
+    few = _tiles(len(x), weight) < gpu.processors
+    return order.parts > 1 and (few or skinny_launch(x, weight, order, gpu) is not None)
+
+
+def _tiles(rows: int, weight: Multiplied) -> int:
+    """Number of small tiles of a product."""
+    return -(-rows // BLOCK_M) * -(-weight.shape[0] // BLOCK_N)
 
 
 def launch_of(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu, *, apart: bool) -> SkinnyLaunch | Tile:
@@ -404,11 +479,12 @@ def run(
     launch: SkinnyLaunch | Tile,
     *,
     apart: bool,
+    added: bool = False,
 ) -> None:
     """Write the product to out: a part of each sum to each of [parts, T, N] if they are `apart`, else [T, N].
 
     The numbers of a row of x are next to each other. A `SkinnyLaunch` takes plain weights, and sums that are `apart` or
-    have one part. `out` has any float dtype.
+    have one part. `out` has any float dtype. `added`: a tile adds whole sums to out.
     """
     if isinstance(launch, SkinnyLaunch):
         assert isinstance(weight, torch.Tensor)
@@ -440,6 +516,7 @@ def run(
         EVEN=inputs % order.step == 0,
         FEW=rows <= launch.rows,
         ONE=apart or order.parts == 1,
+        ADDED=added,
         BLOCK_M=launch.rows,
         BLOCK_N=launch.outputs,
         BLOCK_K=order.step,

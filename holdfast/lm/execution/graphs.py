@@ -177,7 +177,7 @@ class StepGraphs:
         recurrent layers. `taps` are kept in every step, because copying them takes less than graphs of its own.
         """
         self._taps = taps
-        self._memsets = memset_nodes(model.spec.device) if plain is None else plain._memsets
+        self._memsets: MemsetNodes | None = memset_nodes(model.spec.device) if plain is None else plain._memsets
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self._plain, self._group, self._states = plain, group, states
         self.sizes, self._most_rows = sizes, sizes.rows[-1]

@@ -9,7 +9,8 @@ The library's largest products hand out their tiles by a counter, which a memset
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +33,8 @@ def fill_kernel(address, value, COUNT: tl.constexpr, NUMBER: tl.constexpr, BLOCK
     tl.store(address.to(tl.pointer_type(NUMBER)) + place, value.to(NUMBER), mask=place < COUNT)
 
 
-class Memset(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Memset:
     """A memset of consecutive numbers."""
 
     address: int
@@ -94,7 +96,8 @@ class MemsetNodes:
         return Memset(int(params.dst), value, size, count)
 
     def _replace_node(self, raw: Any, node: Any, memset: Memset) -> None:
-        before, after = (self._around(name, node) for name in ("cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes"))
+        before = self._around("cuGraphNodeGetDependencies", node)
+        after = self._around("cuGraphNodeGetDependentNodes", node)
         kernel_params = self._kernel_params(memset)
         (kernel,) = self._call("cuGraphAddKernelNode", raw, before, len(before), kernel_params)
         if after:
@@ -104,7 +107,8 @@ class MemsetNodes:
     def _kernel_params(self, memset: Memset) -> Any:
         """The parameters of the node of a kernel that does the same as a memset."""
         if memset not in self._fills:
-            memset.fill()  # compiles and loads the kernel; the memory is the library's, and no product runs
+            scratch = torch.empty(memset.number_bytes * memset.count, dtype=torch.uint8, device="cuda")
+            replace(memset, address=scratch.data_ptr()).fill()  # compiles the kernel and loads it
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with capture(graph):
                 memset.fill()
@@ -125,8 +129,9 @@ class MemsetNodes:
         nodes: Sequence[Any] = self._call(name, node, count)[0]
         return nodes
 
-    def _call(self, name: str, *given: Any) -> Sequence[Any]:
+    def _call(self, name: str, *given: Any) -> list[Any]:
         """The results of a call of the driver. Raises RuntimeError if it fails."""
+        results: list[Any]
         status, *results = getattr(self._driver, name)(*given)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name} failed with {status.name} on a captured graph")

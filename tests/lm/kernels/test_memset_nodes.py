@@ -124,7 +124,9 @@ def test_a_memset_of_much_memory_or_of_several_rows_stays(stays: Any, kernels: l
     assert driver.edges == {("norm", "memset"), ("memset", "product")} and not kernels
 
 
-@pytest.mark.parametrize(("size", "value", "number"), [(1, 0xFF, -1), (2, 0x8001, -0x7FFF), (4, 0xFFFFFFFE, -2), (4, 5, 5)])
+@pytest.mark.parametrize(
+    ("size", "value", "number"), [(1, 0xFF, -1), (2, 0x8001, -0x7FFF), (4, 0xFFFFFFFE, -2), (4, 5, 5)]
+)
 def test_a_memset_s_number_is_read_in_its_size(size: int, value: int, number: int, kernels: list[Memset]) -> None:
     driver = Driver([("norm", "memset")], {"memset": params(size=size, width=3, value=value)})
     MemsetNodes(driver).replace(GRAPH)

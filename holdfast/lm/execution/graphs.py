@@ -378,7 +378,7 @@ class StepGraphs:
 
 
 def memset_nodes(device: torch.device) -> MemsetNodes | None:
-    """What replaces the memsets of a device's graphs; None where they stay."""
+    """The object that replaces memsets in graphs of a device; None where memsets stay."""
     if device.type != "cuda":
         return None
     from holdfast.lm.kernels.memset_nodes import MemsetNodes  # a CPU installation has no Triton

@@ -19,9 +19,9 @@ import triton.language as tl
 from holdfast.lm.kernels.capture import capture
 
 MOST_BYTES = 4096
-"""Largest memset that one program takes over. Larger ones are as fast as they are."""
+"""Largest memset that a kernel of one program replaces. A larger one takes longer than its launch."""
 FIRST_BINDINGS = 13
-"""First major version of cuda-bindings, a dependency of PyTorch, whose calls are used here."""
+"""First major version of cuda-bindings whose calls take the arguments used here. PyTorch depends on that package."""
 NUMBERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """Type of a memset's number, by its size in bytes."""
 

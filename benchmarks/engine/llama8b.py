@@ -38,6 +38,7 @@ from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.client.llm import longest_first
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
@@ -130,6 +131,8 @@ def request(name: str, prompt: tuple[int, ...], output: int, temperature: float 
 def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) -> dict[str, Any]:
     """Run all requests at once, and return the seconds until the last ends.
 
+    They start in the order in which `LLM.generate` starts them.
+
     `distinct_share` is the share of different tokens among those that a step gives, averaged over all steps. Greedy
     text of random weights may end in the same tokens for all, which choose the same experts. With a GPU that counts its
     energy there are joules for each token of the answers and for each token of all.
@@ -140,8 +143,8 @@ def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) 
     produced = distinct = 0
     before_run = 0.0 if energy is None else energy()
     begin = time.perf_counter()
-    for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
-        loop.add(request(f"{label}-{index}-{begin}", prompt, output, temperature))
+    for index in longest_first([output for _, output in lengths]):
+        loop.add(request(f"{label}-{index}-{begin}", prompts[index], lengths[index][1], temperature))
     while loop.has_work():
         before = time.perf_counter()
         outputs = loop.step() or ()

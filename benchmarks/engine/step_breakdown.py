@@ -77,9 +77,11 @@ BETWEEN_DEVICES = ("device_sum_kernel", "best_kernel", "nccl")
 """Starts of the names of kernels in which devices exchange data, with other work that they do: norms, sums."""
 OTHER, GAPS, IDLE = "other kernels", "between kernels", "between steps"
 """Gaps between steps are from a step's last kernel to the next one's first: the step's inputs and tokens are copied
-there.
+there. Within a step, the library clears counters of its products.
 """
 COPIES = ("Memcpy", "Memset")
+STEP_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+"""Copies between the host and the device."""
 
 
 def kind_of(name: str) -> str:
@@ -253,8 +255,8 @@ def watched(profiler: torch_profile, *, per: int) -> dict[str, Any]:
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     reached, last, copied = spans[0][0], spans[0][2], False
     for begin, end, name in spans:
-        if name.startswith(COPIES):  # the inputs and outputs of a step
-            copied = True
+        if name.startswith(COPIES):
+            copied |= name.startswith(STEP_COPIES)
             continue
         kernels[name[:120]].append(end - begin)
         # Kernels of a chain overlap, so only the time that a kernel adds counts.

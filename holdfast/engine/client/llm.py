@@ -113,6 +113,7 @@ class LLM:
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
+        Prompts with the largest `max_tokens` start first, as the call returns with its longest answer.
         `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
         a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). `contract` has the times that each
         prompt must be promised, in seconds. `pause` is what is known of the time until each prompt's next turn: its
@@ -232,15 +233,16 @@ class LLM:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], terms: _Terms, bar: _Bar
     ) -> list[Completion]:
         batch = UserBatch(uuid.uuid4().hex)
-        tasks = [
-            asyncio.ensure_future(self._run_one(*pair, terms, batch, bar)) for pair in zip(prompts, params, strict=True)
-        ]
+        tasks = {
+            place: asyncio.ensure_future(self._run_one(prompts[place], params[place], terms, batch, bar))
+            for place in longest_first([each.max_tokens for each in params])
+        }
         try:
-            return await asyncio.gather(*tasks)
+            return await asyncio.gather(*(tasks[place] for place in range(len(prompts))))
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _run_one(
         self, prompt: Sequence[int], params: SamplingParams, terms: _Terms, batch: UserBatch, bar: _Bar
@@ -254,6 +256,15 @@ class LLM:
         self._client.note_pause(id, terms.pause)
         bar.advance(len(completion.token_ids))
         return completion
+
+
+def longest_first(bounds: Sequence[int]) -> list[int]:
+    """The order in which to start answers with these bounds on their tokens: places in `bounds`, the largest first.
+
+    A call returns with its last answer. If a long one started late, it would go on in steps of few rows, when all
+    others have ended. Graham, Bounds on Multiprocessing Timing Anomalies (1969), bounds the loss of this order.
+    """
+    return sorted(range(len(bounds)), key=lambda place: -bounds[place])
 
 
 def check_options(options: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.models.base import NO_STATES, CapturableModel, RecurrentStep, StateMemory, StepInput, StreamTaps
+
+if TYPE_CHECKING:
+    from holdfast.lm.kernels.memset_nodes import MemsetNodes
 
 KINDS = (1, 4, 16, 32, 64)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
@@ -174,6 +177,7 @@ class StepGraphs:
         recurrent layers. `taps` are kept in every step, because copying them takes less than graphs of its own.
         """
         self._taps = taps
+        self._memsets: MemsetNodes | None = memset_nodes(model.spec.device) if plain is None else plain._memsets
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self._plain, self._group, self._states = plain, group, states
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
@@ -300,9 +304,13 @@ class StepGraphs:
         """Run `work` once, then capture it."""
         with nullcontext() if self._group is None else self._group.alone():
             metadata = self._rehearse(work, size, segments)
-        graph = torch.cuda.CUDAGraph()
+        memsets = self._memsets if size > KINDS[-1] else None  # the library computes no smaller products
+        graph = torch.cuda.CUDAGraph(keep_graph=memsets is not None)
         with capture(graph, self._pool):
             work(size, metadata)
+        if memsets is not None:
+            memsets.replace(graph)
+            graph.instantiate()
         return Captured(graph, metadata)
 
     def _rehearsal(self, work: Callable[[int, StepMetadata], None], size: int, segments: int | None = None) -> None:
@@ -367,6 +375,15 @@ class StepGraphs:
             metadata.recurrent,
             self._taps,
         )
+
+
+def memset_nodes(device: torch.device) -> MemsetNodes | None:
+    """The object that replaces memsets in graphs of a device; None where memsets stay."""
+    if device.type != "cuda":
+        return None
+    from holdfast.lm.kernels.memset_nodes import MemsetNodes  # a CPU installation has no Triton
+
+    return MemsetNodes.of()
 
 
 def _add(size: Any, captured: Captured, to: dict[Any, Captured], ready: list[Any]) -> None:

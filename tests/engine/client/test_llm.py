@@ -86,6 +86,21 @@ def test_each_prompt_may_have_its_own_params(llm):
         llm.generate("a", params, progress=False)
 
 
+def test_prompts_start_by_the_longest_answer_that_they_may_get(llm, monkeypatch):
+    started, stream = [], llm._client.stream
+
+    def noted(prompt, params, **more):
+        started.append((llm.text.decode(prompt), params.max_tokens))
+        return stream(prompt, params, **more)
+
+    monkeypatch.setattr(llm._client, "stream", noted)
+    lengths = (2, 9, 1, 9, 5)
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in lengths]
+    completions = llm.generate(["a", "b", "c", "d", "e"], params, progress=False)
+    assert tuple(len(each.token_ids) for each in completions) == lengths
+    assert started == [("b", 9), ("d", 9), ("e", 5), ("a", 2), ("c", 1)]
+
+
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm):
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
     alone = llm.generate("hello", params, progress=False)[0]

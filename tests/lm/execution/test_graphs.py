@@ -211,6 +211,33 @@ def test_a_device_rehearses_alone_and_captures_with_its_group(monkeypatch: pytes
     assert seen == [True, False]
 
 
+def test_memsets_of_large_steps_are_replaced_before_their_graph_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, bool]] = []
+
+    class Graph:
+        def __init__(self, keep_graph: bool) -> None:
+            self.kept = keep_graph
+
+        def instantiate(self) -> None:
+            done.append(("instantiated", self.kept))
+
+    memsets = SimpleNamespace(replace=lambda graph: done.append(("replaced", graph.kept)))
+    spec = SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setattr("holdfast.lm.execution.graphs.memset_nodes", lambda device: memsets)
+    monkeypatch.setattr("holdfast.lm.execution.graphs.capture", lambda *given: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    sizes = GraphSizes(decodes=(64, 72), tokens=(), rows=(72,), segments=())
+    model = SimpleNamespace(spec=spec)
+    plain = StepGraphs(model, MagicMock(), MagicMock(), [], sizes)  # type: ignore[arg-type]
+    for graphs in (plain, StepGraphs(model, MagicMock(), MagicMock(), [], sizes, plain=plain)):  # type: ignore[arg-type]
+        monkeypatch.setattr(graphs, "_decode", lambda *given: None)
+        graphs._capture_decode(64)
+        assert done == []
+        graphs._capture_decode(72)
+        assert done == [("replaced", True), ("instantiated", True)]
+        done.clear()
+
+
 @pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])
 def test_mixed_steps_are_padded_by_an_eighth_or_a_tile(budget: int) -> None:
     sizes = GraphSizes.of(256, budget).tokens

@@ -15,7 +15,7 @@ from benchmarks.papers.cells_serve import Bench, CudnnEngine, compare, crossing,
 def options(**changed: Any) -> argparse.Namespace:
     plain = dict(
         device=["cpu"], only=["lstm"], seconds=0.2, patience=5.0, hidden=8, vocabulary=50, dtype="float32",
-        tree_sizes=[16], clients=20, max_tasks=5, seed=1, roles=["ours", "baseline", "outside"],
+        tree_sizes=[16], clients=20, max_tasks=5, seed=1, roles=["ours", "baseline", "outside"], shared=True,
     )  # fmt: skip
     return argparse.Namespace(**plain | changed)
 

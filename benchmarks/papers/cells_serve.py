@@ -10,12 +10,13 @@ Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  
 
 Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (benchmarks/lib/cells/workloads.py);
 Seq2Seq decodes as many words as its sentence has. `equal-lstm` and `equal-tree` have sentences of 24 and complete trees
-of 16 leaves, where padding to the exact length is the ideal: a fixed graph. One thread for each device unfolds, plans,
-submits and collects; only graphs of operators are built before, as a system made for them builds them faster. Requests
-for cellular batching are unfolded together, as many as are due, and their results stay together in arrays. The device
-`host` computes nothing, and its results are zeros: what it takes is the host's time, which is then CPU time. `cuDNN`
-is torch's nn.LSTM over whole batches, without a planner: padded, in buckets of 10 that take turns, or packed, first
-come, first served.
+of 16 leaves, where padding to the exact length is the ideal: a fixed graph. Several devices have a process each, which
+unfolds, plans, submits and collects its share of the requests (benchmarks/lib/cells/processes.py); with `--shared`, a
+thread each under one planner. Only graphs of operators are built before, as a system made for them builds them faster.
+Requests for cellular batching are unfolded together, as many as are due, and their results stay together in arrays. The
+device `host` computes nothing, and its results are zeros: what it takes is the host's time, which is then CPU time.
+`cuDNN` is torch's nn.LSTM over whole batches, without a planner: padded, in buckets of 10 that take turns, or packed,
+first come, first served.
 
 For each model all systems first serve a sample, and their results are compared. Then each serves as many clients as
 keep it full: its peak. Then Poisson arrivals at rates that are shares of the best baseline's peak, the same for all,
@@ -633,6 +634,8 @@ class Bench:
 
         unfold, both = singly(unfold_one), together(unfold_all, unfold_one)
         systems = [self.system("cellular, 512,256", cells, executors, both, CellPlanner, "ours")]
+        plan = bound(CellPlanner, sizes=(decoder.sizes, decoder.sizes))
+        systems.append(self.system("cellular, 256,256", cells, executors, both, plan, "ours"))
         for width in (1, 10, 40):
             plan = bound(Padding, width=width, most=256)
             systems.append(self.system(f"padding, width {width}", cells, executors, unfold, plan))

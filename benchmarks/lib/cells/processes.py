@@ -129,9 +129,17 @@ class Process:
         self._process.start()
         theirs.close()
 
+    def send(self, *message: Any) -> None:
+        """Send a message. Raises RuntimeError if the process has failed."""
+        try:
+            self.connection.send(message)
+        except ConnectionError:
+            while True:
+                self.receive()  # until its last message, or its end
+
     def begin(self, name: str, *arguments: Any) -> None:
         """Ask the host or its engine to do something."""
-        self.connection.send((ASK, name, *arguments))
+        self.send(ASK, name, *arguments)
 
     def answer(self) -> Any:
         """The answer to the oldest question. Drops outputs that come before it."""
@@ -200,7 +208,7 @@ class SplitEngine:
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         began = self._clock() if self._clock else 0.0
         number = self._open.index(min(self._open))
-        self._processes.all[number].connection.send((REQUESTS, list(requests), packed(samples)))
+        self._processes.all[number].send(REQUESTS, list(requests), packed(samples))
         self._open[number] += len(requests)
         if self._clock:
             self._seconds["deal"] += self._clock() - began

@@ -10,12 +10,13 @@ Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  
 
 Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (benchmarks/lib/cells/workloads.py);
 Seq2Seq decodes as many words as its sentence has. `equal-lstm` and `equal-tree` have sentences of 24 and complete trees
-of 16 leaves, where padding to the exact length is the ideal: a fixed graph. One thread for each device unfolds, plans,
-submits and collects; only graphs of operators are built before, as a system made for them builds them faster. Requests
-for cellular batching are unfolded together, as many as are due, and their results stay together in arrays. The device
-`host` computes nothing, and its results are zeros: what it takes is the host's time, which is then CPU time. `cuDNN`
-is torch's nn.LSTM over whole batches, without a planner: padded, in buckets of 10 that take turns, or packed, first
-come, first served.
+of 16 leaves, where padding to the exact length is the ideal: a fixed graph. Several devices have a process each, which
+unfolds, plans, submits and collects its share of the requests (benchmarks/lib/cells/processes.py); with `--shared`, a
+thread each under one planner. Only graphs of operators are built before, as a system made for them builds them faster.
+Requests for cellular batching are unfolded together, as many as are due, and their results stay together in arrays. The
+device `host` computes nothing, and its results are zeros: what it takes is the host's time, which is then CPU time.
+`cuDNN` is torch's nn.LSTM over whole batches, without a planner: padded, in buckets of 10 that take turns, or packed,
+first come, first served.
 
 For each model all systems first serve a sample, and their results are compared. Then each serves as many clients as
 keep it full: its peak. Then Poisson arrivals at rates that are shares of the best baseline's peak, the same for all,
@@ -34,13 +35,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -49,9 +50,10 @@ from torch.nn import functional as F
 from benchmarks.lib.cells import models
 from benchmarks.lib.cells.baselines import Merging, Padding
 from benchmarks.lib.cells.models import Operators
+from benchmarks.lib.cells.processes import Engine, Processes, Seconds, SplitEngine
 from benchmarks.lib.cells.simulation import ManyWorkers, Served
 from benchmarks.lib.cells.workloads import (
-    Tree,
+    Sample,
     complete_tree,
     poisson_arrivals,
     random_trees,
@@ -67,6 +69,7 @@ from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.measure import round_of_zeros
 from holdfast.cells.plan import CellOutput, CellOutputs, CellRequest, CellRequests, EndedGroup, Returned, Round
 from holdfast.cells.planner import MAX_TASKS, CellPlanner
+from holdfast.cells.planner import prepare as compile_planner
 from holdfast.cells.workers import ROUNDS, tasks_of_a_round
 from holdfast.loop.loop import Loop
 
@@ -87,26 +90,6 @@ SWITCH_SECONDS = 1e-4
 """Seconds for which a thread may keep another from running Python, as in an engine process."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The contents of one request: tokens, and for a tree its shape."""
-
-    tokens: np.ndarray
-    tree: Tree | None = None
-
-
-class Engine(Protocol):
-    """A system that serves requests."""
-
-    def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None: ...
-
-    def step(self, worker: int) -> Sequence[CellOutput] | None:
-        """Do a part of the work. Returns the requests that ended, or None if there was nothing to do."""
-
-    def drain(self) -> None:
-        """End all requests."""
-
-
 class HostTimes(defaultdict[str, float]):
     """The host's seconds by what they were spent on."""
 
@@ -125,24 +108,6 @@ class HostTimes(defaultdict[str, float]):
                 self[name] += self._clock() - began
 
         return run
-
-    def watch(self, engine: CellEngine) -> None:
-        """Time the parts of an engine from now on."""
-        engine.unfold = self.timed("unfold", engine.unfold)
-        for loop in engine.loops:
-            planner, executor = loop.planner, loop.executor
-            loop.planner = SimpleNamespace(
-                add=self.timed("add", planner.add),
-                schedule=self.timed("schedule", planner.schedule),
-                update=self.timed("update", planner.update),
-                abort=planner.abort,
-                has_work=planner.has_work,
-            )
-            loop.executor = SimpleNamespace(
-                submit=self.timed("submit", executor.submit),
-                collect=self.timed("collect", executor.collect),
-                close=executor.close,
-            )
 
 
 class Locked:
@@ -214,20 +179,44 @@ class CellEngine:
             Loop(Locked(worker, lock) if len(executors) > 1 else worker, executor, ROUNDS, time.perf_counter)
             for worker, executor in zip(workers, executors, strict=True)
         ]
-        self.unfold = unfold
+        self._unfold = unfold
         self._added: list[str] = []
-        self.ended = 0
+        self._ended = 0
         """Number of requests that have ended."""
+        self._times = HostTimes()
 
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         self._added += requests
-        for each in self.unfold(requests, samples):
+        for each in self._unfold(requests, samples):
             self.loops[0].add(each)
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
         outputs = self.loops[worker].step()
-        self.ended += len(outputs or ())
+        self._ended += len(outputs or ())
         return outputs
+
+    def watch(self, clock: str) -> None:
+        """Time the parts of the work from now on, by this clock of the module `time`."""
+        times = self._times = HostTimes(getattr(time, clock))
+        self._unfold = times.timed("unfold", self._unfold)
+        for loop in self.loops:
+            planner, executor = loop.planner, loop.executor
+            loop.planner = SimpleNamespace(
+                add=times.timed("add", planner.add),
+                schedule=times.timed("schedule", planner.schedule),
+                update=times.timed("update", planner.update),
+                abort=planner.abort,
+                has_work=planner.has_work,
+            )
+            loop.executor = SimpleNamespace(
+                submit=times.timed("submit", executor.submit),
+                collect=times.timed("collect", executor.collect),
+                close=executor.close,
+            )
+
+    def times(self) -> tuple[Seconds, int]:
+        """The host's seconds by what they were spent on, and the number of requests that have ended."""
+        return dict(self._times), self._ended
 
     def drain(self) -> None:
         for request in self._added:
@@ -425,13 +414,18 @@ def peak_of(system: System, model: Model, run: argparse.Namespace, engine: Engin
     """
     samples, engine = Endless(model.samples), engine or system.engine()
     seconds = run.seconds * 1.5
-    served = serve(engine, samples, seconds=seconds, clients=model.clients, workers=len(run.device)).served
+    served = serve(engine, samples, seconds=seconds, clients=model.clients, workers=threads_of(run)).served
     finished = np.sort(served.finished[np.isfinite(served.finished)])
     if not len(finished):
         return 0.0
     before = finished[finished <= seconds / 3]
     first = float(before[-1]) if len(before) else 0.0
     return float((finished > first).sum() / max(finished[-1] - first, 1e-9))
+
+
+def threads_of(run: argparse.Namespace) -> int:
+    """Number of threads that serve: one for each device, but one alone if devices have processes of their own."""
+    return len(run.device) if run.shared else 1
 
 
 class Endless(Sequence[Sample]):
@@ -455,9 +449,8 @@ def row_of(system: System, model: Model, rate: float, run: argparse.Namespace) -
     arrivals = poisson_arrivals(count, rate, run.seed)
     samples = Endless(model.samples, count)
     seconds = float(arrivals[-1]) + run.patience
-    served = serve(system.engine(), samples, seconds=seconds, arrivals=arrivals, workers=len(run.device)).served.after(
-        FILLING
-    )
+    served = serve(system.engine(), samples, seconds=seconds, arrivals=arrivals, workers=threads_of(run)).served
+    served = served.after(FILLING)
     shares = np.linspace(0, 1, 101)
     done = np.isfinite(served.finished)
     return dict(
@@ -502,15 +495,16 @@ class Weights:
 class Bench:
     """Makes the models' systems; planners over the same cells share the executors."""
 
-    def __init__(self, run: argparse.Namespace) -> None:
-        self.run, self.weights = run, Weights(run)
+    def __init__(self, run: argparse.Namespace, processes: Processes | None = None) -> None:
+        """`processes` are those of the devices. By default all run in this process."""
+        self.run, self.weights, self.processes = run, Weights(run), processes
         self.max_tasks = tasks_of_a_round(run.max_tasks, run.device, ROUNDS)
 
     def executors(self, cells: Sequence[Cell]) -> list[Any]:
-        """One executor for each device, with every cell ready at every size."""
+        """One executor for each device of this process, with every cell ready at every size."""
         types = {cell: number for number, cell in enumerate(cells)}
         made: list[Any] = []
-        for device in self.run.device:
+        for device in self.run.device if self.processes is None else ():
             if device == "host":
                 made.append(HostExecutor(cells))
             elif device == "cpu":
@@ -545,6 +539,8 @@ class Bench:
         workers = len(executors)
 
         def engine() -> Engine:
+            if self.processes is not None:
+                return SplitEngine(self.processes, name)
             planner = plan(cells, workers=workers, capacity=CAPACITY, max_tasks=self.max_tasks)
             return CellEngine(planner, executors, unfold)
 
@@ -560,6 +556,8 @@ class Bench:
             "equal-tree": lambda: self.tree("equal-tree", self.trees(equal=True)),
         }
         for name in self.run.only:
+            if self.processes is not None:
+                self.processes.ask("choose", name)
             model = makers[name]()
             model.systems = [system for system in model.systems if system.role in self.run.roles]
             yield model
@@ -609,6 +607,8 @@ class Bench:
         steps = len(samples[0].tokens)
 
         def ideal() -> float:
+            if self.processes is not None:
+                return self.processes.ideal()
             most = cell.sizes[-1]
             plan = round_of_zeros(cell, 0, executors[0].arenas.layout, most)
             seconds = median(executors[0].timed(plan) for _ in range(21)) / len(plan.tasks)
@@ -634,6 +634,8 @@ class Bench:
 
         unfold, both = singly(unfold_one), together(unfold_all, unfold_one)
         systems = [self.system("cellular, 512,256", cells, executors, both, CellPlanner, "ours")]
+        plan = bound(CellPlanner, sizes=(decoder.sizes, decoder.sizes))
+        systems.append(self.system("cellular, 256,256", cells, executors, both, plan, "ours"))
         for width in (1, 10, 40):
             plan = bound(Padding, width=width, most=256)
             systems.append(self.system(f"padding, width {width}", cells, executors, unfold, plan))
@@ -698,6 +700,54 @@ class Bench:
         return leaf, nn.tree_internal_cell("internal", w.tree, read_out=w.label, sizes=sizes)
 
 
+class DeviceBench:
+    """The systems of one device, in a process of its own."""
+
+    def __init__(self, run: argparse.Namespace) -> None:
+        prepare(run)
+        self._run = run
+        self._model: Model | None = None
+
+    def choose(self, model: str) -> None:
+        """Make the systems of a model ready. Those of the model before are gone."""
+        self._model = None
+        gc.collect()
+        (self._model,) = Bench(argparse.Namespace(**vars(self._run) | {"only": [model]})).models()
+
+    def engine(self, system: str) -> Engine:
+        """A new engine of a system of the chosen model."""
+        return next(each for each in self.model.systems if each.name == system).engine()
+
+    def ideal(self) -> float:
+        """The requests a second of the device, if it runs nothing but full tasks."""
+        assert self.model.ideal is not None
+        return self.model.ideal()
+
+    @property
+    def model(self) -> Model:
+        """The chosen model."""
+        assert self._model is not None, "no model was chosen"
+        return self._model
+
+
+@contextmanager
+def bench_of(run: argparse.Namespace) -> Iterator[Bench]:
+    """The benchmark: in this process, or with a process for each of several devices."""
+    prepare(run)
+    if run.shared or len(run.device) == 1:
+        yield Bench(run)
+        return
+    threads = max(1, run.threads // len(run.device))
+    shares = [
+        argparse.Namespace(**vars(run) | dict(device=[device], shared=True, threads=threads)) for device in run.device
+    ]
+    processes = Processes([partial(DeviceBench, share) for share in shares])
+    try:
+        yield Bench(run, processes)
+    finally:
+        processes.close()
+
+
 def bound(make: Any, **options: Any) -> Callable[..., ManyWorkers]:
     """A planner's constructor with these options."""
     return lambda cells, **more: make(cells, **options, **more)
@@ -758,7 +808,7 @@ def compare(model: Model, run: argparse.Namespace) -> dict[str, float]:
     found = {}
     for system in model.systems:
         results = serve(
-            system.engine(), samples, seconds=60.0, arrivals=np.zeros(64), workers=len(run.device), keep=True
+            system.engine(), samples, seconds=60.0, arrivals=np.zeros(64), workers=threads_of(run), keep=True
         ).results
         found[system.name] = {request: next(iter(each.values()))[-1] for request, each in results.items()}
     first = found[model.systems[0].name]
@@ -770,10 +820,14 @@ def compare(model: Model, run: argparse.Namespace) -> dict[str, float]:
 
 def measure(run: argparse.Namespace) -> None:
     """Run every system of every model."""
-    prepare(run)
+    with bench_of(run) as bench:
+        measure_with(bench, run)
+
+
+def measure_with(bench: Bench, run: argparse.Namespace) -> None:
+    """Run every system of every model of `bench`."""
     path = run.out / "cells-serve.json"
     every = json.loads(path.read_text()) if path.exists() else {}
-    bench = Bench(run)
     started = time.perf_counter()
     for model in bench.models():
         name = model.name + ("" if len(run.device) == 1 else f", {len(run.device)} devices")
@@ -805,9 +859,13 @@ def measure(run: argparse.Namespace) -> None:
 
 def measure_peaks(run: argparse.Namespace) -> None:
     """Measure the peaks of every system of every model, and the host's time of a request."""
-    prepare(run)
+    with bench_of(run) as bench:
+        measure_peaks_with(bench, run)
+
+
+def measure_peaks_with(bench: Bench, run: argparse.Namespace) -> None:
+    """Measure the peaks of every system of every model of `bench`."""
     lines: list[dict[str, Any]] = []
-    bench = Bench(run)
     started = time.perf_counter()
     for model in bench.models():
         print(f"{model.name} on {len(run.device)} devices ({time.perf_counter() - started:.0f} s)", flush=True)
@@ -830,12 +888,11 @@ def measure_peaks(run: argparse.Namespace) -> None:
                 text += f", {peak / line['ideal']:.3f} of the ideal {line['ideal']:.0f}"
             text += f" {peaks[system.name]}, {line['equal'][system.name]:.1%} equal"
             engine = system.engine()
-            if isinstance(engine, CellEngine):
-                times = HostTimes(time.thread_time if "host" in run.device else time.perf_counter)
-                times.watch(engine)
+            if isinstance(engine, (CellEngine, SplitEngine)):
+                engine.watch("thread_time" if "host" in run.device else "perf_counter")
                 watched = peak_of(system, model, run, engine)
-                requests = max(1, engine.ended)
-                host = {name: round(seconds / requests * 1e6, 2) for name, seconds in sorted(times.items())}
+                times, ended = engine.times()
+                host = {name: round(seconds / max(1, ended) * 1e6, 2) for name, seconds in sorted(times.items())}
                 line.setdefault("host_us", {})[system.name] = host | dict(watched_peak=round(watched, 1))
                 text += "\n" + " " * 27 + "us a request: " + ", ".join(f"{name} {us}" for name, us in host.items())
             print(text, flush=True)
@@ -846,8 +903,9 @@ def measure_peaks(run: argparse.Namespace) -> None:
 
 
 def prepare(run: argparse.Namespace) -> None:
-    """Set up torch, the interpreter and the folder of results."""
+    """Set up torch, the interpreter, the planner and the folder of results."""
     torch.set_num_threads(run.threads)
+    compile_planner()
     sys.setswitchinterval(SWITCH_SECONDS)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
     run.out.mkdir(parents=True, exist_ok=True)
@@ -956,6 +1014,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("measure", "show", "peaks"))
     parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, cuda:N or host; several for several workers")
+    parser.add_argument("--shared", action="store_true", help="one process and one planner for several devices")
     parser.add_argument("--only", nargs="+", default=list(names), choices=names)
     parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES, help="for `peaks`: systems to run")
     parser.add_argument("--seconds", type=float, default=1.0, help="of arrivals at each rate")

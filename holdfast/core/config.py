@@ -573,6 +573,11 @@ class AppConfig:
     app_device: tuple[str, ...] = option(
         (), "where applications run: cpu, cuda:0, …; repeat it for several workers; default: the first GPU, or the CPU"
     )
+    app_planner: Literal["device", "shared"] = option(
+        "device",
+        "who plans for several devices: each device for itself, in a process with a share of the requests, or one "
+        "planner that all share, so that one request may use several",
+    )
     app_max_tasks: int = option(
         5, "most tasks that a worker gets at a time; fewer let new requests join sooner", between=(1, 1024)
     )
@@ -613,3 +618,8 @@ class AppConfig:
         for name in self.app_device:
             if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
                 raise ValueError(f"app_device is {name!r}; it must be cpu, cuda, or cuda:N")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each worker, as it was named. `cuda` is the first GPU."""
+        return tuple("cuda:0" if device == "cuda" else device for device in self.app_device)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
-from holdfast.engine.client.app_client import AppClient
+from holdfast.engine.client.app_group import AnyApp
 from holdfast.engine.client.client import EngineClient
 from holdfast.server.adapter_versions import AdapterVersions
 from holdfast.server.chats import StoredChats
@@ -120,7 +120,7 @@ def create_app(
     client: EngineClient | Replicas | None,
     config: ServerConfig,
     store: Store | None,
-    apps: Sequence[AppClient] = (),
+    apps: Sequence[AnyApp] = (),
 ) -> FastAPI:
     """Create the HTTP application over started engines.
 

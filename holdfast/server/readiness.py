@@ -6,14 +6,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from holdfast.cluster.replicas import Replicas
-from holdfast.engine.client.connection import EngineConnection
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError
-from holdfast.server.service import Admission, trouble
+from holdfast.server.service import Admission, AnyEngine, trouble
 
 ALIVE, READY = "/health/live", "/health/ready"
 """Paths of the routes that say whether the process runs, and whether it should get requests."""
@@ -33,7 +31,7 @@ class Readiness:
     def __init__(
         self,
         admissions: Sequence[Admission],
-        clients: Sequence[EngineConnection[Any, Any] | Replicas],
+        clients: Sequence[AnyEngine],
         store: AsyncStore | None,
         seconds: float,
     ) -> None:

@@ -24,7 +24,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.spawner import make_spawner
 from holdfast.core.config import AppConfig
 from holdfast.engine import logs
-from holdfast.engine.client.app_client import AppClient
+from holdfast.engine.client.app_group import AnyApp, AppGroup, start_app
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
 from holdfast.engine.client.warming import started_warm
@@ -48,7 +48,7 @@ from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.tables import KeyTable
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
-from holdfast.server.service import Admission
+from holdfast.server.service import Admission, AnyEngine
 from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.sockets import OpenSockets
 from holdfast.server.tinker.sample_table import create_sampler_table
@@ -74,10 +74,10 @@ class Engines:
     """The engines of a server: one for a language model, some for applications, or both."""
 
     model: EngineClient | Replicas | None
-    apps: Sequence[AppClient] = ()
+    apps: Sequence[AnyApp] = ()
 
     @property
-    def all(self) -> list[EngineConnection[Any, Any] | Replicas]:
+    def all(self) -> list[AnyEngine]:
         """All engines."""
         return [*([] if self.model is None else [self.model]), *self.apps]
 
@@ -153,7 +153,7 @@ async def start(
     """
     if engine is not None and ledger and set(apps.app_device) != {"cpu"}:
         engine = replace(engine, memory_reserved=max(engine.memory_reserved, apps.app_memory_fraction))
-    starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
+    starts: list[Coroutine[Any, Any, AnyEngine]] = []
     if engine is not None and cluster.many:
         spawner = make_spawner(engine, cluster, process, ledger, tuning_state=tuning_state)
         starts.append(Replicas.start(cluster, spawner, on_progress))
@@ -161,11 +161,11 @@ async def start(
         start = EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger)
         starts.append(started_warm(start))
     for app in apps.app:
-        starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads, ledger=ledger))
+        starts.append(start_app(app, apps, partial(report_stage, on_progress, app), threads, ledger))
     tasks = [asyncio.create_task(each) for each in starts]
     try:
         clients = await asyncio.gather(*tasks)
-        names = [client.info.name for client in clients if isinstance(client, AppClient)]
+        names = [client.info.name for client in clients if isinstance(client, AnyApp)]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise EngineStartError(f"two applications are named {twice[0]}; serve one of them")
@@ -173,11 +173,11 @@ async def start(
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, EngineConnection | Replicas):
+            if isinstance(ended, EngineConnection | AppGroup | Replicas):
                 await ended.close()
         raise
     model = next((client for client in clients if isinstance(client, EngineClient | Replicas)), None)
-    return Engines(model, tuple(client for client in clients if isinstance(client, AppClient)))
+    return Engines(model, tuple(client for client in clients if isinstance(client, AnyApp)))
 
 
 @contextlib.contextmanager
@@ -224,7 +224,7 @@ async def serve(
     store: Store | None,
     listener: socket.socket,
     *,
-    apps: Sequence[AppClient] = (),
+    apps: Sequence[AnyApp] = (),
     supervised: bool = False,
     on_ready: Callable[[Engines, str], None],
 ) -> int:
@@ -345,7 +345,7 @@ async def close_store(responses: Responses | None, accounts: Accounts | None, tr
         await asyncio.to_thread(tracing.close)
 
 
-async def first_death(clients: Sequence[EngineConnection[Any, Any] | Replicas]) -> str:
+async def first_death(clients: Sequence[AnyEngine]) -> str:
     """Wait until one of the engines ends. Returns the reason."""
     waits = [asyncio.create_task(client.dead.wait()) for client in clients]
     try:

@@ -29,6 +29,7 @@ from holdfast.core.types import (
     TokenLogprobs,
     UserBatch,
 )
+from holdfast.engine.client.app_group import AppGroup
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.engine.client.stream import Adoption, Delta, Timings
@@ -53,6 +54,8 @@ log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
 Shaped = TypeVar("Shaped", bound=Shape)
 Sampled = TypeVar("Sampled", bound=SampledRequest)
+AnyEngine = EngineConnection[Any, Any] | AppGroup | Replicas
+"""An engine of a server, or several with the interface of one."""
 
 REPLICA_LOST = "replica_lost"
 """Error code of a request whose replica has ended and that no other replica can continue."""
@@ -745,9 +748,7 @@ def queue_full(limit: int) -> ApiError:
     return ApiError(reason, status=503, code="queue_full", retry_after=1)
 
 
-async def trouble(
-    admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any] | Replicas], seconds: float
-) -> str | None:
+async def trouble(admissions: Sequence[Admission], clients: Sequence[AnyEngine], seconds: float) -> str | None:
     """Return the reason why requests are not accepted now; None if every engine answers within `seconds`."""
     if any(admission.closing or admission.draining for admission in admissions):
         return "draining"

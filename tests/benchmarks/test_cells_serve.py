@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.papers.cells_serve import Bench, CudnnEngine, compare, crossing, peak_of, ratios, row_of, serve
+from benchmarks.lib.cells.processes import Processes, SplitEngine
+from benchmarks.papers.cells_serve import (
+    Bench,
+    CudnnEngine,
+    DeviceBench,
+    compare,
+    crossing,
+    peak_of,
+    ratios,
+    row_of,
+    serve,
+)
 
 
 def options(**changed: Any) -> argparse.Namespace:
     plain = dict(
         device=["cpu"], only=["lstm"], seconds=0.2, patience=5.0, hidden=8, vocabulary=50, dtype="float32",
-        tree_sizes=[16], clients=20, max_tasks=5, seed=1, roles=["ours", "baseline", "outside"],
+        tree_sizes=[16], clients=20, max_tasks=5, seed=1, roles=["ours", "baseline", "outside"], shared=True,
     )  # fmt: skip
     return argparse.Namespace(**plain | changed)
 
@@ -32,6 +45,32 @@ def test_two_workers_answer_like_one() -> None:
     run = options(only=["seq2seq"], device=["cpu", "cpu"])
     (model,) = Bench(run).models()
     assert set(compare(model, run).values()) == {1.0}
+
+
+def test_two_processes_answer_like_one(tmp_path: Path) -> None:
+    run = options(only=["seq2seq"], out=tmp_path, threads=1, tf32=False)
+    (here,) = Bench(run).models()
+    processes = Processes([partial(DeviceBench, run)] * 2)
+    try:
+        (split,) = Bench(run, processes).models()
+        assert [system.name for system in split.systems] == [system.name for system in here.systems]
+        for system, other in zip(here.systems[:3], split.systems, strict=False):
+            one, two = (
+                serve(each.engine(), here.samples[:40], seconds=30.0, arrivals=np.zeros(40), keep=True).results
+                for each in (system, other)
+            )
+            assert len(two) == 40
+            assert {key: each["words"].tolist() for key, each in one.items()} == {
+                key: each["words"].tolist() for key, each in two.items()
+            }
+        engine = split.systems[0].engine()
+        assert isinstance(engine, SplitEngine)
+        engine.watch("perf_counter")
+        assert peak_of(split.systems[0], split, run, engine) > 10
+        seconds, ended = engine.times()
+        assert ended > 2 and {"deal", "receive", "unfold", "schedule", "update"} <= set(seconds)
+    finally:
+        processes.close()
 
 
 @pytest.mark.parametrize("width", [None, 10])

@@ -83,6 +83,14 @@ class Tree:
         return self.heights[-1]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The contents of one request: tokens, and for a tree its shape."""
+
+    tokens: np.ndarray
+    tree: Tree | None = None
+
+
 def complete_tree(leaves: int = 16) -> Tree:
     """The tree whose leaves all lie at one depth. Raises ValueError unless `leaves` is a power of two, at least 2."""
     if leaves < 2 or leaves & (leaves - 1):

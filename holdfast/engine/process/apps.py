@@ -60,7 +60,7 @@ def devices_of(config: AppConfig) -> list[str]:
     """The device of each worker: those of the configuration, else the first GPU, or the CPU."""
     if not config.app_device:
         return ["cuda:0" if torch.cuda.is_available() else "cpu"]
-    return ["cuda:0" if device == "cuda" else device for device in config.app_device]
+    return list(config.devices)
 
 
 class SharedDevice(Turns):

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from holdfast.engine.client.app_client import AppClient, AppFailed
+from holdfast.engine.client.app_client import AppFailed
+from holdfast.engine.client.app_group import AnyApp
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.messages import AppStats, Tensor
 from holdfast.server.config import ServerConfig
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class App:
     """One application: its engine, and the admission of its requests."""
 
-    def __init__(self, client: AppClient, config: ServerConfig) -> None:
+    def __init__(self, client: AnyApp, config: ServerConfig) -> None:
         self.client = client
         self.info = client.info
         most = client.config.app_max_requests
@@ -36,7 +37,7 @@ class App:
 class Applications:
     """All applications of one server."""
 
-    def __init__(self, clients: Sequence[AppClient], config: ServerConfig, registry: CollectorRegistry) -> None:
+    def __init__(self, clients: Sequence[AnyApp], config: ServerConfig, registry: CollectorRegistry) -> None:
         self.config = config
         self.metrics = AppMetrics(registry)
         self.apps = {client.info.name: App(client, config) for client in clients}

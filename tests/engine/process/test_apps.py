@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from holdfast.cells.cell import Field
 from holdfast.core.config import AppConfig
 from holdfast.engine import messages
 from holdfast.engine.client.app_client import AppClient, AppFailed
+from holdfast.engine.client.app_group import start_group
 from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.engine.link import Parent
 from holdfast.engine.messages import Tensor
@@ -62,6 +64,30 @@ async def test_requests_side_by_side_give_each_its_own() -> None:
         await client.close()
     with pytest.raises(EngineDead):
         await client.infer(inputs(1))
+
+
+async def test_devices_with_an_engine_each_share_the_requests_and_the_end_of_one_is_seen() -> None:
+    config = AppConfig(app=("tiny_apps:adding",), app_device=("cpu", "cpu"), app_capacity=64)
+    group = await start_group(config.app[0], config, [replace(config, app_device=("cpu",))] * 2, threads=1)
+    try:
+        done = await asyncio.gather(*(group.infer(inputs(*range(1, n + 1))) for n in range(1, 40)))
+        for n, each in enumerate(done, 1):
+            assert unpack(each.outputs["totals"])[-1].tolist() == [n * (n + 1) / 2, n * (n + 1)]
+        (cell,) = (await group.health()).cells
+        assert sum(size * count for size, count in cell.batches.items()) == sum(range(1, 40))
+        nodes = []
+        for client in group._clients:
+            (cell,) = (await client.health()).cells
+            nodes.append(sum(size * count for size, count in cell.batches.items()))
+        assert nodes == [sum(range(1, 40, 2)), sum(range(2, 40, 2))], "requests were not dealt in turn"
+        os.kill(group._clients[1].pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await group.dead.wait()
+        assert group.reason.startswith("cpu: ") and "SIGKILL" in group.reason
+    finally:
+        await group.close()
+    with pytest.raises(EngineDead):
+        await group.infer(inputs(1))
 
 
 async def test_refusals_and_failures_concern_their_request_alone(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from fake_engine import FakeClient
 
 from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppFailed
+from holdfast.engine.client.app_group import AppGroup
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 
@@ -375,6 +376,25 @@ async def test_several_applications_are_listed_and_do_not_mix(app: FakeApp) -> N
         assert (len(app.asked), len(other.asked)) == (0, 1)
         assert (await api.post("/v2/repository/index", content=b"[")).status_code == 400
         assert (await api.get("/")).json()["applications"] == ["sums", "others"]
+
+
+async def test_an_application_with_an_engine_for_each_device_is_served_as_one() -> None:
+    one, other = FakeApp(hold=asyncio.Event()), FakeApp(hold=asyncio.Event())
+    group = AppGroup(one.config, [one, other])  # type: ignore[list-item]
+    made = create_app(None, ServerConfig(), None, [group])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://localhost") as api:
+        running = [asyncio.create_task(api.post(INFER, json=asked())) for _ in range(2)]
+        await until(lambda: (len(one.asked), len(other.asked)) == (1, 1))
+        for each in (one, other):
+            assert each.hold is not None
+            each.hold.set()
+        assert [answer.json()["outputs"][0]["data"] for answer in await asyncio.gather(*running)] == [[6.0]] * 2
+        (stats,) = (await api.get("/v2/models/sums/stats")).json()["model_stats"]
+        assert (stats["inference_count"], stats["execution_count"]) == (2, 12)
+        assert 'holdfast_app_rows{app="sums"} 126.0' in (await api.get("/metrics")).text
+        other.die("killed")
+        assert (await api.get("/v2/health/ready")).status_code == 503
+    await group.close()
 
 
 @pytest.fixture

@@ -1,0 +1,245 @@
+"""Several devices as processes: each has a planner and an executor of its own, and a share of the requests.
+
+One process deals the requests out, each call's to the process with the fewest open requests, and takes the results.
+Contents and results travel between the processes, as they do between a server and its engines.
+"""
+
+from __future__ import annotations
+
+import gc
+import select
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.lib.cells.workloads import Sample
+from holdfast.cells.plan import CellOutput, CellOutputs
+
+OUTPUTS, ANSWER, FAILED = "outputs", "answer", "failed"
+"""The first word of a message from a process."""
+REQUESTS, ASK = "requests", "ask"
+"""The first word of a message to a process."""
+Seconds = Mapping[str, float]
+
+
+class Engine(Protocol):
+    """A system that serves requests."""
+
+    def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None: ...
+
+    def step(self, worker: int) -> Sequence[CellOutput] | None:
+        """Do a part of the work. Returns the requests that ended, or None if there was nothing to do."""
+
+    def drain(self) -> None:
+        """End all requests."""
+
+
+class Watched(Engine, Protocol):
+    """A system that can say where the host's time goes."""
+
+    def watch(self, clock: str) -> None:
+        """Time the parts of the work from now on, by this clock of the module `time`."""
+
+    def times(self) -> tuple[Seconds, int]:
+        """The host's seconds by what they were spent on, and the number of requests that have ended."""
+
+
+class Host(Protocol):
+    """The systems of one process. They run on its device."""
+
+    def choose(self, model: str) -> None:
+        """Make the systems of a model ready."""
+
+    def engine(self, system: str) -> Engine:
+        """A new engine of a system of the chosen model."""
+
+    def ideal(self) -> float:
+        """The requests a second of the device, if it runs nothing but full tasks of the chosen model."""
+
+
+def packed(samples: Sequence[Sample]) -> tuple[Any, ...]:
+    """Contents of requests in few objects, which is much faster to send: lengths, all tokens, and trees."""
+    tokens = [sample.tokens for sample in samples]
+    trees = None if samples[0].tree is None else [sample.tree for sample in samples]
+    return np.fromiter(map(len, tokens), np.int64, len(tokens)), np.concatenate(tokens), trees
+
+
+def unpacked(lengths: np.ndarray, tokens: np.ndarray, trees: Sequence[Any] | None) -> list[Sample]:
+    """The contents of `packed`."""
+    ends = lengths.cumsum().tolist()
+    parts = [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    if trees is None:
+        return [Sample(each) for each in parts]
+    return [Sample(each, tree) for each, tree in zip(parts, trees, strict=True)]
+
+
+def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
+    """Serve the requests that come, and answer questions, until the connection ends. Runs in a process of its own."""
+    try:
+        host = make()
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # as in an engine process, which collects in pauses
+        engine: Engine | None = None
+        busy = False
+        while True:
+            while connection.poll(0 if busy else None):
+                kind, *rest = connection.recv()
+                if kind == REQUESTS:
+                    assert engine is not None, "requests came before an engine was asked for"
+                    ids, contents = rest
+                    engine.add(ids, unpacked(*contents))
+                    busy = True
+                    continue
+                name, *arguments = rest
+                if name == "engine":
+                    engine = host.engine(*arguments)
+                    connection.send((ANSWER, None))
+                elif name in ("choose", "ideal"):
+                    engine = None
+                    connection.send((ANSWER, getattr(host, name)(*arguments)))
+                    gc.collect()
+                else:
+                    connection.send((ANSWER, getattr(engine, name)(*arguments)))
+            outputs = None if engine is None else engine.step(0)
+            busy = outputs is not None
+            if outputs:
+                groups = outputs.groups if isinstance(outputs, CellOutputs) else None
+                connection.send((OUTPUTS, groups or list(outputs)))
+    except EOFError:  # the other side has closed
+        pass
+    except Exception as error:
+        connection.send((FAILED, f"{type(error).__name__}: {error}"))
+        raise
+
+
+class Process:
+    """One device's process, as the process that deals out requests sees it."""
+
+    def __init__(self, make: Callable[[], Host]) -> None:
+        """Start the process. `make`, which must be picklable, runs there."""
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve_share, args=(theirs, make), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, *message: Any) -> None:
+        """Send a message. Raises RuntimeError if the process has failed."""
+        try:
+            self.connection.send(message)
+        except ConnectionError:
+            while True:
+                self.receive()  # until its last message, or its end
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Ask the host or its engine to do something."""
+        self.send(ASK, name, *arguments)
+
+    def answer(self) -> Any:
+        """The answer to the oldest question. Drops outputs that come before it."""
+        while True:
+            kind, value = self.receive()
+            if kind == ANSWER:
+                return value
+
+    def receive(self) -> tuple[str, Any]:
+        """The next message. Raises RuntimeError if the process has failed."""
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"a device's process has ended, with exit code {self._process.exitcode}") from None
+        if kind == FAILED:
+            raise RuntimeError(f"a device's process has failed: {value}")
+        return kind, value
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self._process.join(20)
+        self._process.kill()
+
+
+class Processes:
+    """The processes of several devices."""
+
+    def __init__(self, makes: Sequence[Callable[[], Host]]) -> None:
+        """Start a process for each of these."""
+        self.all = [Process(make) for make in makes]
+
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """Ask all processes at once. Returns their answers."""
+        for process in self.all:
+            process.begin(name, *arguments)
+        return [process.answer() for process in self.all]
+
+    def ideal(self) -> float:
+        """The requests a second of the first device, if it runs nothing but full tasks."""
+        self.all[0].begin("ideal")
+        return float(self.all[0].answer())
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self.all:
+            process.close()
+
+
+class SplitEngine:
+    """A system on several devices. Each has its own process, planner, and share of the requests."""
+
+    def __init__(self, processes: Processes, system: str) -> None:
+        self._processes = processes
+        processes.ask("engine", system)
+        self._open = [0] * len(processes.all)
+        """Number of open requests of each process."""
+        self._poller = select.poll()
+        self._number_of = {}
+        for number, process in enumerate(processes.all):
+            self._number_of[process.connection.fileno()] = number
+            self._poller.register(process.connection.fileno(), select.POLLIN)
+        self._clock: Callable[[], float] | None = None
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
+        began = self._clock() if self._clock else 0.0
+        number = self._open.index(min(self._open))
+        self._processes.all[number].send(REQUESTS, list(requests), packed(samples))
+        self._open[number] += len(requests)
+        if self._clock:
+            self._seconds["deal"] += self._clock() - began
+
+    def step(self, worker: int) -> Sequence[CellOutput] | None:
+        """Take the results that have come. None if there are none."""
+        ready = self._poller.poll(0)
+        if not ready:
+            return None
+        began = self._clock() if self._clock else 0.0
+        groups: list[Any] = []
+        for file, _ in ready:
+            number = self._number_of[file]
+            _, some = self._processes.all[number].receive()
+            self._open[number] -= sum(len(each.ids) for each in some) if hasattr(some[0], "ids") else len(some)
+            groups += some
+        if self._clock:
+            self._seconds["receive"] += self._clock() - began
+        return CellOutputs(groups) if hasattr(groups[0], "ids") else groups
+
+    def drain(self) -> None:
+        self._processes.ask("drain")
+
+    def watch(self, clock: str) -> None:
+        self._processes.ask("watch", clock)
+        self._clock = getattr(time, clock)
+
+    def times(self) -> tuple[Seconds, int]:
+        seconds, ended = defaultdict(float, self._seconds), 0
+        for theirs, count in self._processes.ask("times"):
+            ended += count
+            for name, each in theirs.items():
+                seconds[name] += each
+        return seconds, ended

@@ -1,5 +1,6 @@
 """LatencyTarget: each step holds as much prefill work as the target leaves after its decodes."""
 
+import itertools
 import random
 from collections import deque
 from dataclasses import replace
@@ -10,7 +11,7 @@ from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget
-from holdfast.lm.types import PartResult, StepResult
+from holdfast.lm.types import PartResult, StepResult, TierCopied
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 COST = CostModel(
@@ -265,6 +266,32 @@ def test_reports_count_by_the_share_of_steps_that_the_target_cuts():
     assert learned(5) == 0.0
     assert learned(1000, 5) > 0.0
     assert learned(1000, 1000) > 1.5 * learned(1000, 5)
+
+
+def test_steps_that_copy_from_the_host_have_a_correction_of_their_own():
+    scheduler = scheduler_of(policy := with_target(8.0), blocks=400, host_blocks=2000, sharing=True, by_layer=True)
+    policy.correction = settled()
+    scheduler.add(*create_requests(1, max_tokens=1500))
+    step(scheduler)
+    found, history, times = [], tuple(range(100, 500)), itertools.count(1.0)
+
+    def turn(name, prompt):
+        """Another request beside the stream, until it has ended. Its steps with copies take half as long again."""
+        (request,) = create_requests(prompt, max_tokens=2)
+        scheduler.add(replace(request, id=name))
+        while name in scheduler.entries:
+            plan = scheduler.schedule(now := next(times))
+            if (copies := bool(plan.copies.swap_in)) and plan.num_tokens > 1:
+                found.append(seconds(plan))
+            taken = (1.5 if copies else 1.0) * seconds(plan)
+            done = TierCopied(plan.step, plan.step)
+            scheduler.update(plan, StepResult(plan.step, answer(plan).tokens, taken, copied=done), now)
+
+    for number in range(16):
+        turn(f"turn {number}", (*history, *range(10_000 * number, 10_000 * number + 400)))
+        turn(f"other {number}", tuple(range(7 + 10_000 * number, 1_107 + 10_000 * number)))  # fills the device
+    assert found[0] > 0.0072 and 1.5 * found[-1] < 0.0083
+    assert policy.correction.factor == pytest.approx(1.0, abs=0.01), "other steps have the whole target"
 
 
 class OtherWork(PartResult):

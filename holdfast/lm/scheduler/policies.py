@@ -21,6 +21,9 @@ REPORT_GAIN = 1 / 64
 """Weight of one step in the running means that turn reports about tokens into steps."""
 REPORTED_SECONDS = 2.0
 """Seconds after a report for which steps are not judged by their results: clients say more, and say it once."""
+FIRST_WAY = 0.04
+"""Margin assumed for the way to clients when the first of them reports, in times of the mean step. It is given up again
+more slowly than it would be learned: a late token breaks the promise, and a short step costs little."""
 ROUNDING = 1e-6
 """Relative error of times that makes no step late."""
 
@@ -190,6 +193,7 @@ class LatencyTarget(Policy):
         step.decode()
         step.budget = self.ceiling - step.num_tokens
         decodes = self._decodes = step.num_tokens
+        streams = self._count_streams(step)
         # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
         self._bound = self.target - step.reserved if any(entry.decoding for entry in step.running) else inf
         step.budget = self.prefill_budget(step)
@@ -205,8 +209,8 @@ class LatencyTarget(Policy):
         step.predicted = seconds * correction.mean if step.num_tokens else 0.0
         # A step that exceeds the target by its decodes, or by the one tile that it may always fill, says nothing.
         cut = self._cut and self.wait(seconds * correction.factor) <= self._bound
-        if decodes:
-            self._streams_per_step += REPORT_GAIN * (decodes - self._streams_per_step)
+        if streams:
+            self._streams_per_step += REPORT_GAIN * (streams - self._streams_per_step)
             self._cut_share += REPORT_GAIN * ((cut and not step.reserved) - self._cut_share)
         if step.num_tokens > decodes:
             self._predicted[step.number] = Predicted(seconds, step.now, step.swaps_in, cut and not step.reserved)
@@ -263,9 +267,10 @@ class LatencyTarget(Policy):
             return
         count, late = (sum(numbers) for numbers in zip(*self._reports, strict=True))
         self._reports.clear()
-        self._reported_at = now
+        first, self._reported_at = self._reported_at == -inf, now
         share = self._cut_share / max(1.0, self._streams_per_step)
         for correction in (self.correction, *([self._copying] if self._copying is not None else [])):
+            correction.learned_margin += FIRST_WAY if first else 0.0
             correction.note_late(share * late, share * count)
 
     def _correction(self, *, copies: bool) -> Correction:
@@ -285,6 +290,13 @@ class LatencyTarget(Policy):
         """The cost model as measured steps correct it, with the deviation that is left."""
         mean, deviation = self.correction.mean, self.correction.deviation
         return replace(self._cost.slower(mean, mean), deviation=deviation)
+
+    def _count_streams(self, step: StepBuilder) -> int:
+        """Number of streams that the step gives a token."""
+        running = step.running
+        if len(running) and running.last().sequence.request.priority < BATCH_CLASS:
+            return len(step.sampling)
+        return sum(entry.sequence.request.priority < BATCH_CLASS for entry in step.sampling)
 
     def _most_decodes(self, step: StepBuilder) -> int:
         """Most decodes of a step: every stream, and with streams as many lines of batches as meet the target.

@@ -30,6 +30,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.engine.process.build import refusing
 from holdfast.engine.process.handler import Router
+from holdfast.engine.process.parts.pace import PaceBuilder
 from holdfast.engine.process.parts.pauses import PauseBuilder
 from holdfast.engine.process.serve import core_handlers
 from holdfast.engine.process.step_log import StepLog
@@ -77,7 +78,7 @@ class Engine:
         self._on_end: Callable[[str], None]
         steps, watched = StepLog(loop._clock), Watched(loop, self._tell)
         core = core_handlers(loop, Parent(self._tell), steps, watched, ())  # type: ignore[arg-type]
-        self._router = Router([*core, refusing((PauseBuilder,), ())], self._tell)
+        self._router = Router([*core, refusing((PauseBuilder, PaceBuilder), ())], self._tell)
 
     def step(self) -> bool:
         """Do one step, if there is anything to do, and send what it gave. Whether there was."""

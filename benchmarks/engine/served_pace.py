@@ -81,14 +81,17 @@ def served(project: Path, options: Sequence[str]) -> Iterator[str]:
     place = tempfile.mkdtemp()  # several API processes share a store
     command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", *options]
     command += ["--store", f"{place}/store.sqlite", "--files", f"{place}/files"]
+    began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=project) as server:
         assert server.stdout is not None
         try:
             url = next((line.split()[1] for line in server.stdout if line.strip().startswith("address")), "")
             if not url:
                 raise RuntimeError("the server did not start")
+            print(f"serves after {time.monotonic() - began:.1f} s", flush=True)
             while httpx.get(f"{url}/health/ready").status_code != httpx.codes.OK:
                 time.sleep(0.05)
+            print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
             yield url
         finally:
             server.terminate()
@@ -230,9 +233,7 @@ def main() -> None:
         options += [] if args.no_steps else ["--trace", str(trace)]
         options += ["--host-cache-gb", f"{args.host_gb:g}", "--max-waiting", "10000"]
         options += [f"--{word}" for word in args.serve]
-        began = time.monotonic()
         with served(args.project.resolve(), options) as url, ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
-            print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
             send_load = partial(load, clients, url, Path(model).name, vocabulary=vocabulary, target=target)
             send_load(fixed(32, 64, 16), name="warm")
             for count in args.at_once:

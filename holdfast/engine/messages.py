@@ -278,6 +278,17 @@ class Watch(Message, tag="watch"):
     seconds: float
 
 
+class TokenWaits(Message, tag="token-waits"):
+    """To an engine with a latency target: times between two tokens since the last such message. There is no answer.
+
+    Only streams count, and only times in which the stream's reader waited for the engine.
+    """
+
+    count: int
+    late: int
+    """Number of times above the target."""
+
+
 class Shutdown(Message, tag="shutdown"):
     """To the engine: end now, even while requests run."""
 
@@ -513,7 +524,7 @@ class Submitted(Message, tag="submit"):
 
 ToEngine = (
     Start | StartApp | Attach | Detach | Introduce | Drain | Submit | Infer | Abort | Adopt | Ask | CountClients
-    | Watch | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    | Watch | TokenWaits | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
     Hello | Progress | Ready | Attached | Draining | Drained | Servers | Adopted | AppReady | Outputs | Results
@@ -524,7 +535,7 @@ FromEngine = (
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
     Start | StartApp | Attach | Detach | Introduce | Drain | Submitted | Infer | Abort | Adopt | Ask | CountClients
-    | Watch | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    | Watch | TokenWaits | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

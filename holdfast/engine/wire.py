@@ -17,7 +17,7 @@ WIRE = 2
 SINCE = dict.fromkeys(
     (
         "adopt", "adopted", "client-count", "count-clients", "drain", "drained", "draining", "driven-progress",
-        "driven-started", "introduce", "run-call", "servers", "start-driven",
+        "driven-started", "introduce", "run-call", "servers", "start-driven", "token-waits",
     ),
     2,
 )  # fmt: skip

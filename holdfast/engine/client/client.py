@@ -16,6 +16,7 @@ from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
 from holdfast.core.types import (
     ALONE,
+    BATCH_CLASS,
     AdapterInfo,
     Found,
     Identity,
@@ -39,6 +40,7 @@ from holdfast.engine.client.connection import (
     connect_child,
 )
 from holdfast.engine.client.generation import GenerationDefaults, find_generation
+from holdfast.engine.client.pace_report import PaceReport
 from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.stream import Adoption, Delta, Stream, continued, prepare
 from holdfast.engine.client.text import Text
@@ -107,9 +109,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         connect: Connect = connect_child,
         lasting: bool = False,
         drives: bool = True,
+        reports: bool = True,
     ) -> None:
         """Not for callers, who use `start` or `attach`."""
         self.config = config
+        self._pace: PaceReport | None = None
+        """Gets the times between tokens of streams, if the engine has a latency target and knows such reports."""
+        if config.tbt_seconds is not None and reports:
+            self._pace = PaceReport(config.tbt_seconds, self._tell)
         self._chunk_secret, self._ledger, self._door = chunk_secret, ledger, (listen, listen_key)
         self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
         self.text: Text
@@ -212,6 +219,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client = cls(
                 welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end),
                 lasting=knows(welcome.wire, "adopt"), drives=knows(welcome.wire, "start-driven"),
+                reports=knows(welcome.wire, "token-waits"),
             )  # fmt: skip
         except BaseException as error:
             await attachment.close()
@@ -547,8 +555,17 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 request = stream.request
                 there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
                 self._child.send(messages.Submit(there, stream.note))
+            pace = self._pace if stream.request.priority < BATCH_CLASS else None
+            last: float | None = None
             while not stream.given:
-                yield await stream.next()
+                waits = not stream.changed  # A reader that came later than the token may be slow itself.
+                delta = await stream.next()
+                if pace is not None and delta.tokens:
+                    now = time.monotonic()
+                    if waits and last is not None:
+                        pace.note(now - last, now)
+                    last = now
+                yield delta
         finally:
             if self._forget(request_id) and not self.dead.is_set():
                 self._child.send(messages.Abort(request_id))

@@ -290,6 +290,11 @@ class Stream:
         self._errors[:] = [error]
         self._changed.set()
 
+    @property
+    def changed(self) -> bool:
+        """Whether `next` has something to return at once."""
+        return self._changed.is_set()
+
     async def next(self) -> Delta:
         """Wait for the next Delta. Raises the error given to `fail`."""
         await self._changed.wait()

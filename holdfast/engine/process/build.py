@@ -36,6 +36,7 @@ from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
 from holdfast.engine.process.parts.neighbours import NeighbourBuilder
+from holdfast.engine.process.parts.pace import PaceBuilder
 from holdfast.engine.process.parts.pauses import PauseBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
@@ -105,6 +106,7 @@ PARTS: tuple[type[PartBuilder], ...] = (
     TierBuilder,
     MoveBuilder,
     PauseBuilder,
+    PaceBuilder,
     TraceBuilder,
     NeighbourBuilder,
     RankBuilder,

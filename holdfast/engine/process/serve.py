@@ -60,8 +60,9 @@ SWITCH_SECONDS = 1e-4
 STEPS_PER_MESSAGE = 256
 """Number of steps after which they are reported. They are also reported before each answer to Ask."""
 LULL_SECONDS = 0.2
-"""Seconds without a message before a pause is used to prepare something: a client that asks again at once would wait
-for it, up to 70 ms for a large graph."""
+"""Seconds without a step before a pause is used to prepare something: a client that sends its next request at once
+would wait for it, up to 70 ms for a large graph. Other messages, such as questions about the engine's health, neither
+begin a lull nor end it: a server that is asked every 0.1 s whether it is ready would never become so."""
 QUIET_SECONDS = 1.0
 """Length of a pause in which all garbage is collected. That takes as long as several steps."""
 WATCHED_SECONDS = 0.05
@@ -307,18 +308,21 @@ def serve(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handl
     steps, watched = StepLog(time.monotonic), Watched(loop, parent.send)
     loop.observe(steps)
     router = Router([*core_handlers(loop, parent, steps, watched, handlers), *handlers], parent.send)
+    worked_at = time.monotonic()
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
             gc.collect(0)
         watched.tell_due()
-        if idle and not router.receive(await_messages(loop, parent, handlers, watched)):
+        lull = worked_at + LULL_SECONDS - time.monotonic()
+        if idle and not router.receive(await_messages(loop, parent, handlers, watched, lull)):
             return
         if not router.receive(for_a_while(parent.waiting(), time.monotonic)):
             return
         router.send_answers()
         if loop.has_work():
             do_step(loop, parent, handlers)
+            worked_at = time.monotonic()
             if len(steps) >= STEPS_PER_MESSAGE:
                 parent.send(steps.take())
 
@@ -360,15 +364,15 @@ def do_step(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Han
 
 
 def await_messages(
-    loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handler], watched: Watched
+    loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handler], watched: Watched, lull: float
 ) -> list[messages.ToEngine]:
     """Use a pause of the loop until a message or a handler needs it. Returns the messages, if any came.
 
     All garbage is collected if nothing comes for QUIET_SECONDS. A client that watches gets reports meanwhile. The
-    loop prepares nothing before LULL_SECONDS, because that may hold up a request that comes meanwhile.
+    loop prepares nothing in the next `lull` seconds, because that may hold up a request that comes meanwhile.
     """
     idle = not any(handler.ready or handler.busy for handler in handlers)
-    if idle and not loop.prepared and parent.poll(LULL_SECONDS):
+    if idle and not loop.prepared and lull > 0 and parent.poll(lull):
         return parent.receive()
     while loop.prepare() and not parent.poll(0):
         pass

@@ -54,6 +54,28 @@ class Policy(ABC):
     def ended(self, entry: Entry) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a sequence that has ended."""
 
+    def note_waits(self, count: int, late: int) -> None:  # noqa: B027  most policies learn nothing
+        """Learn that clients had `late` of `count` times between two tokens of streams above the latency target."""
+
+
+class PolicyExtension(Policy):
+    """A policy that plans what another one does, with work of a part in addition. The other one learns as if alone."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner, self.reserves = inner, inner.reserves
+
+    def step_bound(self, step: StepBuilder) -> float:
+        return self.inner.step_bound(step)
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        self.inner.observe(plan, result)
+
+    def ended(self, entry: Entry) -> None:
+        self.inner.ended(entry)
+
+    def note_waits(self, count: int, late: int) -> None:
+        self.inner.note_waits(count, late)
+
 
 class StepBuilder(ABC):
     """Plans segments while the budget lasts; a planned segment cannot be taken back.

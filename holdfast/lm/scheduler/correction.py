@@ -15,6 +15,13 @@ The limit rises to DEVIATIONS mean deviations where errors are larger than this 
 """
 MIN_RATIO, MAX_RATIO = 0.2, 20.0
 """Measured over predicted times are limited to this range."""
+LATE_SHARE = 0.0075
+"""Share of late steps to which the margin converges. P99 within a target leaves 1%, and the last part of the way to a
+client makes some more late."""
+MARGIN_GAIN = 0.01
+"""What one late step adds to the margin, in times of the mean. Each other step takes LATE_SHARE of it away."""
+MAX_LEARNED_MARGIN = 0.15
+"""Limit of what late steps add to the margin, in times of the mean: what delays tokens may not depend on steps."""
 
 
 class Correction:
@@ -26,6 +33,11 @@ class Correction:
 
     Streams get the tokens of a step when the host has its result, and wait for it since the result before. The mean of
     that time over the step's own is a second factor, and its deviation is independent of the first.
+
+    How many deviations a promise takes depends on the shape of the errors, and on what happens to tokens after the
+    step. A caller that knows which steps were late says so (`note_late`), and the margin over the mean follows: it
+    rises with each late step and falls a little with each other, so that LATE_SHARE of the steps are late. This is the
+    stochastic approximation of a quantile (Robbins and Monro, A Stochastic Approximation Method, 1951).
     """
 
     def __init__(self, deviation: float) -> None:
@@ -33,11 +45,19 @@ class Correction:
         self.mean, self.deviation = 1.0, deviation
         self.host_mean, self.host_deviation = 1.0, 0.0
         """Running mean, and mean deviation, of the time between two results over the time of the second step."""
+        self.learned_margin = 0.0
+        """Margin that late steps have taught, in times of the mean, in addition to the one by deviations. Negative if
+        fewer deviations are enough."""
 
     @property
     def factor(self) -> float:
         """Multiply the prediction of a step by this."""
-        return self.mean * (self.host_mean + DEVIATIONS * hypot(self.deviation, self.host_deviation))
+        return self.mean * (self.host_mean + max(0.0, self._spread + self.learned_margin))
+
+    @property
+    def _spread(self) -> float:
+        """Margin by deviations, in times of the mean."""
+        return DEVIATIONS * hypot(self.deviation, self.host_deviation)
 
     def update(self, ratio: float) -> None:
         """Learn that a step took `ratio` times its predicted time."""
@@ -51,3 +71,8 @@ class Correction:
         error = min(max(ratio - self.host_mean, -CLIP), CLIP)
         self.host_deviation += DEVIATION_GAIN * (abs(error) - self.host_deviation)
         self.host_mean = min(max(1.0, self.host_mean + DEVIATION_GAIN * error), MAX_RATIO)
+
+    def note_late(self, late: float, steps: float = 1.0) -> None:
+        """Learn that `late` of the `steps` that were as long as the target allowed came late; fractions count."""
+        learned = self.learned_margin + MARGIN_GAIN * (late - LATE_SHARE * steps)
+        self.learned_margin = min(max(learned, -self._spread), MAX_LEARNED_MARGIN)

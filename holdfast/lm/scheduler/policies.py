@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import BATCH_CLASS
@@ -15,6 +17,15 @@ from holdfast.lm.types import StepPlan, StepResult
 
 REFERENCE_DECODES, REFERENCE_CONTEXT = 32, 4096
 """The decode batch that Sarathi-Serve, Table 3, defines its latency targets by."""
+REPORT_GAIN = 1 / 64
+"""Weight of one step in the running means that turn reports about tokens into steps."""
+REPORTED_SECONDS = 2.0
+"""Seconds after a report for which steps are not judged by their results: clients say more, and say it once."""
+FIRST_WAY = 0.04
+"""Margin assumed for the way to clients when the first of them reports, in times of the mean step. It is given up again
+more slowly than it would be learned: a late token breaks the promise, and a short step costs little."""
+ROUNDING = 1e-6
+"""Relative error of times that makes no step late."""
 
 
 class FixedBudget(Policy):
@@ -88,6 +99,18 @@ def compute_token_budget(
     return max((size for size in sizes if seconds(size) <= target), default=min(tile, ceiling))
 
 
+class Predicted(NamedTuple):
+    """A step in flight with prefill work."""
+
+    seconds: float
+    """Seconds that the cost model predicts, before any correction."""
+    planned_at: float
+    copies: bool
+    """Whether it begins copies from the host."""
+    cut: bool
+    """Whether the target cut it, and no other work was to follow it."""
+
+
 class LatencyTarget(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
 
@@ -100,7 +123,9 @@ class LatencyTarget(Policy):
     A request waits while the streams would be late with it, now or when their contexts have grown (`StreamLimit`).
 
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
-    target and not just the average one (`Correction`).
+    target and not just the average one (`Correction`). Steps that copy blocks from the host take longer, and have a
+    correction of their own. Only steps that the target cut say whether its margin is right: by the time between their
+    results, or where clients report how many tokens came late (`note_waits`), by that.
 
     `whole`: the model cannot compute prompts in chunks. Then the target bounds how many prompts follow the first one in
     a step.
@@ -122,6 +147,9 @@ class LatencyTarget(Policy):
         self.ceiling = ceiling
         self.whole = whole
         self.correction = Correction(cost.deviation)
+        """Correction of steps that begin no copies from the host."""
+        self._copying: Correction | None = None
+        """Correction of steps that begin copies from the host; None before any was measured."""
         self._cost, self._predictor = cost, cost.predictor()
         self._apart = isinstance(cost, PaddedCost)
         """Whether each chunk is a forward of its own, so that it fills tiles alone."""
@@ -132,12 +160,14 @@ class LatencyTarget(Policy):
         """Predicted seconds of attention in the step under construction."""
         self._bound = inf
         """Most seconds that a stream may wait for this step."""
-        self._predicted: dict[int, tuple[float, float]] = {}
-        """Predicted seconds and time of planning of each step in flight with prefill work, by number."""
+        self._cut = False
+        """Whether the target has left out a part of a prompt from the step under construction."""
+        self._predicted: dict[int, Predicted] = {}
+        """Each step in flight with prefill work, by number."""
         self._alone = stages == 1
         """Whether one step follows the other, so that the time between two results is that of a step."""
-        self._measured: tuple[float, float] | None = None
-        """Time of planning and measured seconds of the step whose result came last.
+        self._measured: tuple[Predicted, float] | None = None
+        """The step whose result came last, and its measured seconds.
 
         None if it had no prefill work, or if parts had work after it or after the step before.
         """
@@ -145,28 +175,45 @@ class LatencyTarget(Policy):
         """Seconds that the device spent on work of parts after the step whose result came last."""
         self._results_at = 0.0
         """When the results came that the last plan knew."""
+        self._streams_per_step = 1.0
+        """Running mean of the number of streams in a step."""
+        self._cut_share = 0.0
+        """Running share of the steps with streams that the target cut."""
+        self._reports: list[tuple[int, int]] = []
+        """Reports of clients since the last plan: numbers of times between tokens, and of late ones."""
+        self._reported_at = -inf
+        """Time of the last plan that knew a new report."""
 
     def plan(self, step: StepBuilder) -> None:
         self._note_host(step.results_at)
+        self._read_reports(step.now)
         step.budget = self.ceiling
         step.displace()
         step.budget = self._most_decodes(step)
         step.decode()
         step.budget = self.ceiling - step.num_tokens
         decodes = self._decodes = step.num_tokens
+        streams = self._count_streams(step)
         # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
         self._bound = self.target - step.reserved if any(entry.decoding for entry in step.running) else inf
         step.budget = self.prefill_budget(step)
         self._attention = self._predictor.decodes([entry.cache.planned for entry in step.sampling])
-        step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
+        self._cut = False
+        step.pace = lambda start, stop: self._take(step, start, stop)
         step.prefill()
         self.streams.begin()
         step.admit(lambda entry: self._may_start(step, entry))
         seconds = self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention
         self.planned(step, seconds)
-        step.predicted = seconds * self.correction.mean if step.num_tokens else 0.0
+        correction = self._correction_of(step)
+        step.predicted = seconds * correction.mean if step.num_tokens else 0.0
+        # A step that exceeds the target by its decodes, or by the one tile that it may always fill, says nothing.
+        cut = self._cut and self.wait(seconds * correction.factor) <= self._bound
+        if streams:
+            self._streams_per_step += REPORT_GAIN * (streams - self._streams_per_step)
+            self._cut_share += REPORT_GAIN * ((cut and not step.reserved) - self._cut_share)
         if step.num_tokens > decodes:
-            self._predicted[step.number] = seconds, step.now
+            self._predicted[step.number] = Predicted(seconds, step.now, step.swaps_in, cut and not step.reserved)
 
     def prefill_budget(self, step: StepBuilder) -> int:
         """Most tokens to add to a step that holds its decodes."""
@@ -181,25 +228,58 @@ class LatencyTarget(Policy):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by the measured time of a step."""
-        predicted, planned_at = self._predicted.pop(plan.step, (0.0, 0.0))
+        step = self._predicted.pop(plan.step, None)
         others, self._seconds_apart = self._seconds_apart, result.seconds_apart
         self._measured = None
-        if predicted:
-            self.correction.update(result.seconds / predicted)
+        if step is not None and step.seconds:
+            if step.copies and self._copying is None:
+                self._copying = copy(self.correction)
+            self._correction(copies=step.copies).update(result.seconds / step.seconds)
             if not (others or self._seconds_apart):
-                self._measured = planned_at, result.seconds
+                self._measured = step, result.seconds
+
+    def note_waits(self, count: int, late: int) -> None:
+        """Learn that clients had `late` of `count` times between two tokens above the target, with the way to them."""
+        self._reports.append((count, late))
 
     def _note_host(self, results_at: float) -> None:
-        """Learn how evenly results come, from the time of the latest.
+        """Learn how evenly results come, from the time of the latest, and whether the latest was late.
 
         Only a step that was planned before the results of the one before it came has followed it at once.
         """
         before, self._results_at = self._results_at, results_at
-        if self._measured is not None and self._alone:
-            planned_at, seconds = self._measured
-            if planned_at <= before < results_at and seconds > 0:
-                self.correction.update_host((results_at - before) / seconds)
-            self._measured = None
+        if self._measured is None or not self._alone:
+            return
+        (step, seconds), self._measured = self._measured, None
+        correction, wait = self._correction(copies=step.copies), seconds
+        if step.planned_at <= before < results_at and seconds > 0:
+            wait = results_at - before
+            correction.update_host(wait / seconds)
+        if step.cut and step.planned_at >= self._reported_at + REPORTED_SECONDS:
+            correction.note_late(wait > self.target * (1 + ROUNDING))
+
+    def _read_reports(self, now: float) -> None:
+        """Learn from what clients have reported. What they say of tokens is turned into steps.
+
+        Steps that the target did not cut have other lengths, and other reasons to be late.
+        """
+        if not self._reports:
+            return
+        count, late = (sum(numbers) for numbers in zip(*self._reports, strict=True))
+        self._reports.clear()
+        first, self._reported_at = self._reported_at == -inf, now
+        share = self._cut_share / max(1.0, self._streams_per_step)
+        for correction in (self.correction, *([self._copying] if self._copying is not None else [])):
+            correction.learned_margin += FIRST_WAY if first else 0.0
+            correction.note_late(share * late, share * count)
+
+    def _correction(self, *, copies: bool) -> Correction:
+        """The correction of steps that begin copies from the host, or of the others."""
+        return self._copying if copies and self._copying is not None else self.correction
+
+    def _correction_of(self, step: StepBuilder) -> Correction:
+        """The correction of the step under construction as it is now."""
+        return self._correction(copies=step.swaps_in)
 
     def ended(self, entry: Entry) -> None:
         """Learn how long answers are."""
@@ -210,6 +290,13 @@ class LatencyTarget(Policy):
         """The cost model as measured steps correct it, with the deviation that is left."""
         mean, deviation = self.correction.mean, self.correction.deviation
         return replace(self._cost.slower(mean, mean), deviation=deviation)
+
+    def _count_streams(self, step: StepBuilder) -> int:
+        """Number of streams that the step gives a token."""
+        running = step.running
+        if len(running) and running.last().sequence.request.priority < BATCH_CLASS:
+            return len(step.sampling)
+        return sum(entry.sequence.request.priority < BATCH_CLASS for entry in step.sampling)
 
     def _most_decodes(self, step: StepBuilder) -> int:
         """Most decodes of a step: every stream, and with streams as many lines of batches as meet the target.
@@ -238,24 +325,26 @@ class LatencyTarget(Policy):
 
     def _may_start(self, step: StepBuilder, entry: Entry) -> bool:
         """Whether the step has room for the first tile of a waiting sequence, and all later steps for its decodes."""
-        if step.num_tokens > self._decodes and not self._room(step.num_tokens, entry.sequence.length):
+        if step.num_tokens > self._decodes and not self._room(step, entry.sequence.length):
+            self._cut = True
             return False
         bound, factor = self.target - step.reserved, self.correction.factor
         return self.streams.allows(entry, step, lambda seconds: self.wait(seconds * factor) <= bound)
 
-    def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
-        """How many tokens of [start, stop) still fit a step of `planned` tokens. Adds their attention to the step's.
+    def _take(self, step: StepBuilder, start: int, stop: int) -> int:
+        """How many tokens of [start, stop) still fit the step. Adds their attention to the step's.
 
         The first chunk of a step always gets some.
         """
-        tokens = stop - start
-        if not self.whole and not self._fits(planned + tokens, start, stop):
+        tokens, planned = stop - start, step.num_tokens
+        if not self.whole and not self._fits(step, tokens, start, stop):
+            self._cut = True
             tile, filled = self.tile, 0 if self._apart else planned
-            low, high = filled // tile + (1 if first else 0), (filled + tokens - 1) // tile
+            low, high = filled // tile + (1 if planned == self._decodes else 0), (filled + tokens - 1) // tile
             while low < high:  # search for the most tiles that fit; `low` counts as fitting
                 middle = (low + high + 1) // 2
                 added = middle * tile - filled
-                if self._fits(planned + added, start, start + added):
+                if self._fits(step, added, start, start + added):
                     low = middle
                 else:
                     high = middle - 1
@@ -264,19 +353,19 @@ class LatencyTarget(Policy):
             self._attention += self._predictor.chunk(start, start + tokens)
         return tokens
 
-    def _room(self, planned: int, length: int) -> bool:
-        """Whether a step of `planned` tokens has room for the first tile of a prompt of this length, or all of it."""
+    def _room(self, step: StepBuilder, length: int) -> bool:
+        """Whether the step has room for the first tile of a prompt of this length, or all of it."""
         tokens = length
         if not self.whole:
-            tokens = min(tokens, self.tile - (0 if self._apart else planned % self.tile))
-        return self._fits(planned + tokens, 0, tokens)
+            tokens = min(tokens, self.tile - (0 if self._apart else step.num_tokens % self.tile))
+        return self._fits(step, tokens, 0, tokens)
 
-    def _fits(self, total: int, start: int, stop: int) -> bool:
-        """Whether a step of `total` tokens that ends with the chunk [start, stop) is predicted to meet the target."""
+    def _fits(self, step: StepBuilder, more: int, start: int, stop: int) -> bool:
+        """Whether the step with `more` tokens, the last chunk [start, stop), is predicted to meet the target."""
         predictor = self._predictor
-        rest = predictor.mixed(self._decodes, total - self._decodes)
+        rest = predictor.mixed(self._decodes, step.num_tokens + more - self._decodes)
         seconds = rest + self._attention + predictor.chunk(start, stop)
-        return self.wait(seconds * self.correction.factor) <= self._bound
+        return self.wait(seconds * self._correction_of(step).factor) <= self._bound
 
 
 def checked(name: str, tokens: int) -> int:

@@ -162,6 +162,10 @@ class Scheduler:
             self._end(entry, FinishReason.LENGTH)
         return self._results.with_ends(outputs, misfits) if misfits else outputs
 
+    def note_waits(self, count: int, late: int) -> None:
+        """Let the policy learn that clients had `late` of `count` times between two tokens above the latency target."""
+        self._policy.note_waits(count, late)
+
     @property
     def queues(self) -> Queues:
         """The waiting and the running sequences; read only."""

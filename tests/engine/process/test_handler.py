@@ -212,7 +212,9 @@ class Parent:
         self.did.append(message)
 
 
-def pause(handlers: list[Handler], prepares: int = 0, arrives: bool = False) -> tuple[Any, Parent, int]:
+def pause(
+    handlers: list[Handler], prepares: int = 0, arrives: bool = False, lull: float = LULL_SECONDS
+) -> tuple[Any, Parent, int]:
     """The messages of a pause, the calls of the client, and how often the loop prepared something."""
     left = [prepares]
 
@@ -222,7 +224,8 @@ def pause(handlers: list[Handler], prepares: int = 0, arrives: bool = False) -> 
 
     parent, watched = Parent(arrives), SimpleNamespace(on=False)
     loop: Any = SimpleNamespace(prepare=prepare, prepared=not prepares)
-    return await_messages(loop, parent, handlers, watched), parent, prepares - max(0, left[0])  # type: ignore[arg-type]
+    found = await_messages(loop, parent, handlers, watched, lull)  # type: ignore[arg-type]
+    return found, parent, prepares - max(0, left[0])
 
 
 def test_a_pause_waits_for_no_message_while_a_handler_has_something_to_do_or_is_about_to() -> None:
@@ -245,6 +248,11 @@ def test_a_client_that_asks_again_at_once_does_not_wait_for_a_preparation() -> N
     assert (found, prepared) == (["message"], 0) and parent.did == [("poll", LULL_SECONDS), "receive"]
     _, parent, prepared = pause([Taking()], prepares=3)
     assert prepared == 3 and parent.did[0] == ("poll", LULL_SECONDS)
+
+
+def test_after_a_lull_something_is_prepared_before_each_message_that_comes() -> None:
+    _, parent, prepared = pause([Taking()], prepares=3, arrives=True, lull=-0.5)
+    assert prepared == 1 and parent.did[0] == ("poll", 0)
 
 
 def step(outputs: Any, *handlers: Handler) -> tuple[list[Any], int]:

@@ -200,6 +200,32 @@ def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
     assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
 
 
+def test_an_engine_prepares_though_it_is_asked_all_the_time_how_it_is(monkeypatch):
+    at = itertools.count(0.0, 0.01)  # a step has begun the lull, and each look at the clock is 10 ms later
+    monkeypatch.setattr("holdfast.engine.process.serve.time", types.SimpleNamespace(monotonic=lambda: next(at)))
+    request, *_ = create_requests(5, max_tokens=2)
+    device = FakeDevice(64, 4)
+    device.expect(request)
+    done, answered = [], []
+
+    class Asking(Script):
+        def poll(self, seconds):
+            return True
+
+        def receive(self):
+            answered.append(len(done))
+            return [Ask(len(answered)) if len(answered) < 100 else Shutdown()]
+
+    def prepare():
+        done.append(len(answered))
+        return len(done) < 4
+
+    parent = Asking(Submit(request))
+    serve(Loop(create_scheduler(), device, 2, lambda: 0.0, prepare=prepare), parent, ())
+    assert len(done) >= 4 and done[0] > 2, "after a lull, not at once"
+    assert sum(isinstance(message, Stats) for message in parent.sent) == 99
+
+
 def test_an_import_that_fails_while_the_client_gets_ready_is_raised_to_it(monkeypatch, collector):
     monkeypatch.setitem(sys.modules, "holdfast.engine.process.build", None)
     with pytest.raises(ImportError, match=r"holdfast\.engine\.process\.build"):

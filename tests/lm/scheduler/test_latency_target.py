@@ -1,5 +1,6 @@
 """LatencyTarget: each step holds as much prefill work as the target leaves after its decodes."""
 
+import itertools
 import random
 from collections import deque
 from dataclasses import replace
@@ -9,8 +10,8 @@ import pytest
 from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.correction import Correction
-from holdfast.lm.scheduler.policies import LatencyTarget
-from holdfast.lm.types import PartResult, StepResult
+from holdfast.lm.scheduler.policies import FIRST_WAY, LatencyTarget
+from holdfast.lm.types import PartResult, StepResult, TierCopied
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 COST = CostModel(
@@ -175,6 +176,124 @@ def test_99_percent_of_noisy_steps_meet_the_target():
             steps += 1
             late += steps > 100 and taken > 0.014
     assert late < 0.01 * 700
+
+
+def test_a_step_that_the_target_did_not_cut_teaches_no_margin():
+    scheduler = beside_a_stream(policy := with_target(14.0), 20, 20)
+    policy.correction.deviation = 0.02
+    step(scheduler, times=10.0)
+    scheduler.schedule(0.0)
+    assert policy.correction.learned_margin == 0.0
+
+
+def test_a_target_that_no_step_meets_teaches_no_margin():
+    scheduler = beside_a_stream(policy := with_target(1.0), *[1000] * 3)
+    for _ in range(30):
+        policy.note_waits(100, 100)
+        step(scheduler)
+    assert policy.correction.learned_margin == FIRST_WAY
+
+
+@pytest.mark.parametrize(("times", "moved"), [(1.2, 0.01 - 0.000075), (0.9, -0.000075)])
+def test_late_and_timely_steps_that_the_target_cut_move_the_margin(times, moved):
+    scheduler = beside_a_stream(policy := with_target(8.0), 1000)
+    policy.correction.deviation = 0.02
+    step(scheduler, times)
+    step(scheduler)
+    assert policy.correction.learned_margin == pytest.approx(moved)
+
+
+def sent(policy, way, count=1500):
+    """Seconds between tokens at a client that the way from the engine delays by `way(draw)`, and seconds of each step.
+
+    The client reports every 20 tokens how many were late.
+    """
+    draw, found, taken, reported, now = random.Random(0), [], [], 0, 0.0
+    scheduler, before = scheduler_of(policy, *[1000] * 900, blocks=100_000), 0.0
+    while len(found) < count:
+        plan = scheduler.schedule(now)
+        seconds_ = draw.gauss(1.0, 0.003) * seconds(plan)
+        now += seconds_
+        tokens = answer(plan).tokens
+        scheduler.update(plan, StepResult(plan.step, tokens, seconds_), now)
+        at = now + way(draw)
+        if plan.num_tokens > len(tokens) > 1:
+            found.append(at - before)
+            taken.append(seconds_)
+            if len(found) % 20 == 0:
+                late = sum(wait > policy.target for wait in found[reported:])
+                scheduler.note_waits(20 * len(tokens), late * len(tokens))
+                reported = len(found)
+        before = at
+    return found, taken
+
+
+def test_tokens_meet_the_target_at_a_client_that_the_way_delays():
+    found, taken = sent(policy := with_target(14.0), lambda draw: draw.uniform(0.0, 0.001))
+    assert policy.correction.learned_margin > 0.02
+    assert sum(wait > 0.014 for wait in found[500:]) < 0.012 * len(found[500:])
+    assert sum(taken[500:]) / len(taken[500:]) > 0.0125, "no more time is left than the way takes"
+
+
+def test_a_steady_way_to_clients_costs_no_time():
+    found, _ = sent(with_target(14.0), lambda draw: 0.005)
+    assert sum(found[500:]) / len(found[500:]) > 0.0132
+
+
+def test_reports_of_clients_count_in_place_of_results_while_they_come():
+    def learned(reports):
+        scheduler = beside_a_stream(policy := with_target(8.0), 1000)
+        for _ in range(reports):
+            policy.note_waits(1, 0)
+        for _ in range(3):
+            step(scheduler, times=1.2)
+        return policy.correction.learned_margin
+
+    assert learned(0) > 0.01
+    assert learned(1) == FIRST_WAY, "the client has said how late its tokens were"
+
+
+def test_reports_count_by_the_share_of_steps_that_the_target_cuts():
+    def learned(*prompts):
+        scheduler = beside_a_stream(policy := with_target(8.0), *prompts)
+        for _ in range(20):
+            step(scheduler)
+        policy.note_waits(0, 0)
+        step(scheduler)
+        before = policy.correction.learned_margin
+        policy.note_waits(50, 50)
+        step(scheduler)
+        return policy.correction.learned_margin - before
+
+    assert learned(5) == 0.0
+    assert learned(1000, 5) > 0.0
+    assert learned(1000, 1000) > 1.5 * learned(1000, 5)
+
+
+def test_steps_that_copy_from_the_host_have_a_correction_of_their_own():
+    scheduler = scheduler_of(policy := with_target(8.0), blocks=400, host_blocks=2000, sharing=True, by_layer=True)
+    policy.correction = settled()
+    scheduler.add(*create_requests(1, max_tokens=1500))
+    step(scheduler)
+    found, history, times = [], tuple(range(100, 500)), itertools.count(1.0)
+
+    def turn(name, prompt):
+        """Another request beside the stream, until it has ended. Its steps with copies take half as long again."""
+        (request,) = create_requests(prompt, max_tokens=2)
+        scheduler.add(replace(request, id=name))
+        while name in scheduler.entries:
+            plan = scheduler.schedule(now := next(times))
+            if (copies := bool(plan.copies.swap_in)) and plan.num_tokens > 1:
+                found.append(seconds(plan))
+            taken = (1.5 if copies else 1.0) * seconds(plan)
+            done = TierCopied(plan.step, plan.step)
+            scheduler.update(plan, StepResult(plan.step, answer(plan).tokens, taken, copied=done), now)
+
+    for number in range(16):
+        turn(f"turn {number}", (*history, *range(10_000 * number, 10_000 * number + 400)))
+        turn(f"other {number}", tuple(range(7 + 10_000 * number, 1_107 + 10_000 * number)))  # fills the device
+    assert found[0] > 0.0072 and 1.5 * found[-1] < 0.0083
+    assert policy.correction.factor == pytest.approx(1.0, abs=0.01), "other steps have the whole target"
 
 
 class OtherWork(PartResult):

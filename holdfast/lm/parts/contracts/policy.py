@@ -12,7 +12,7 @@ from holdfast.lm.parts.contracts.forecast import Prices, Room
 from holdfast.lm.parts.contracts.lateness import Lateness
 from holdfast.lm.parts.contracts.order import has_contract
 from holdfast.lm.parts.contracts.promises import Promises
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.builder import Policy, PolicyExtension, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.types import StepPlan, StepResult
@@ -108,7 +108,7 @@ def spans_of(plan: StepPlan) -> list[tuple[int, int]]:
     return list(zip(columns.column("start"), columns.column("stop"), strict=True))
 
 
-class ContractPolicy(Policy):
+class ContractPolicy(PolicyExtension):
     """Plans as another policy while no contract is open. Otherwise plans what the forecasts count on.
 
     1. Rows and blocks of accepted sequences: sequences without a contract are preempted for them.
@@ -124,7 +124,7 @@ class ContractPolicy(Policy):
         self, inner: Policy, promises: Promises, admission: ContractAdmission, prices: Prices, progress: Progress
     ) -> None:
         """`inner` plans steps without contracts."""
-        self.inner, self.reserves = inner, inner.reserves
+        super().__init__(inner)
         self._promises, self._admission = promises, admission
         self._prices, self._progress = prices, progress
 
@@ -149,11 +149,9 @@ class ContractPolicy(Policy):
         step.budget = 0
         step.predicted = room.seconds * self._progress.mean
 
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        self.inner.observe(plan, result)
-
-    def ended(self, entry: Entry) -> None:
-        self.inner.ended(entry)
+    def note_waits(self, count: int, late: int) -> None:
+        if not len(self._promises):  # otherwise steps follow the contracts and not the target
+            super().note_waits(count, late)
 
     def _loosen(self, step: StepBuilder, start: float, factor: float) -> None:
         """Raise the bound if the contract that asked for it has ended, and the others are kept without it."""

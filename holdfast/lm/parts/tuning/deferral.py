@@ -8,14 +8,14 @@ from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.parts.tuning.options import DEFAULT_BOUND, TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.share import TuningShare
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.builder import Policy, PolicyExtension, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
 
 SMOOTHING = 0.1
 """Weight of the latest step in the mean time of a step."""
 
 
-class Deferred(Policy):
+class Deferred(PolicyExtension):
     """FineInfer's deferral rule, which wraps a policy of inference.
 
     A waiting request starts iff waited + drain + T_ft > bound. T_ft is the upper estimate of one iteration of training
@@ -40,7 +40,8 @@ class Deferred(Policy):
         """`bound` in seconds, from 0 to infinity; `share` as in `TuningShare`; else ValueError."""
         if not bound >= 0:
             raise ValueError(f"deferral_bound is {bound}; it must be at least 0")
-        self.inner, self.part, self.bound = inner, part, bound
+        super().__init__(inner)
+        self.part, self.bound = part, bound
         self.share = TuningShare(part, share)
         self._step_seconds = 0.0
         """Mean time of a step of inference lately; 0 before one was measured."""
@@ -68,7 +69,7 @@ class Deferred(Policy):
             self._train_beside_batch(step)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        self.inner.observe(plan, result)
+        super().observe(plan, result)
         if plan.num_tokens and result.seconds:
             weight = SMOOTHING if self._step_seconds else 1.0
             self._step_seconds += weight * (result.seconds - self._step_seconds)

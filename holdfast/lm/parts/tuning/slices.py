@@ -10,7 +10,7 @@ from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.parts.tuning.options import TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.share import TuningShare
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.builder import Policy, PolicyExtension, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -30,7 +30,7 @@ PROGRESS_SECONDS = 2.0
 """Most seconds between two units if training may not stand still."""
 
 
-class TrainingSlices(Policy):
+class TrainingSlices(PolicyExtension):
     """Adds to each step of a policy as many units of training as are predicted to end within the target.
 
     Chat goes before batch and batch before training: a step has a slice only if no request of a stream's class waits or
@@ -61,7 +61,8 @@ class TrainingSlices(Policy):
         """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
-        self.inner, self.part, self.target, self.progress = inner, part, target, progress
+        super().__init__(inner)
+        self.part, self.target, self.progress = part, target, progress
         self._stages, self.share = stages, TuningShare(part, share)
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
@@ -101,7 +102,7 @@ class TrainingSlices(Policy):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction of steps, and the price of training, by the steps' measured times."""
-        self.inner.observe(plan, result)
+        super().observe(plan, result)
         if plan.step in self._predicted:
             prompts, seconds = self._predicted.pop(plan.step)
             if result.seconds and seconds:

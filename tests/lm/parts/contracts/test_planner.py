@@ -178,6 +178,20 @@ def test_a_pace_that_would_slow_all_prompts_down_is_refused():
     assert "delay all others" in world.refusals["greedy"].reason
 
 
+def test_reports_of_the_pace_count_for_the_target_only_while_no_contract_is_open():
+    world = World(budget=512, blocks=800, tbt_target=1e3 * 1.6 * STEP)
+    policy = world.scheduler._policy
+    noted = []
+    policy.inner.note_waits = lambda count, late: noted.append((count, late))
+    world.scheduler.note_waits(10, 1)
+    assert world.add("paced", 20, 60, Contract(tbt=1.6 * STEP))
+    world.step()
+    world.scheduler.note_waits(20, 20)
+    world.run()
+    world.scheduler.note_waits(30, 2)
+    assert noted == [(10, 1), (30, 2)]
+
+
 def test_outcomes_are_counted_by_the_term_that_was_broken():
     part = ContractPart(EXACT, tile=32, ceiling=256, max_sequences=4)
     assert set(part.stats().values()) == {0}

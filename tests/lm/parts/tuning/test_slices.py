@@ -15,6 +15,7 @@ from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.entries import AWAITED
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
+from holdfast.lm.scheduler.stream_limit import FIRST_GUESS
 from tests.scheduling import create_scheduler
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 
@@ -355,6 +356,17 @@ def test_measured_units_correct_the_size_of_slices():
     late = [plan for _, plan in engine.plans[60:] if plan.part(TrainingPlan).slice]
     spent = [1.2 * engine.slice_seconds(plan.part(TrainingPlan).slice) for plan in late]
     assert max(spent) <= TARGET - 0.004 and max(spent) > 0.5 * (TARGET - 0.004)
+
+
+def test_the_policy_beneath_learns_from_what_ends_and_from_reports_of_the_pace():
+    engine = an_engine(inner=(inner := LatencyTarget(cost_model(slope=0.0001), TARGET, tile=4, ceiling=64)))
+    noted = []
+    inner.note_waits = lambda count, late: noted.append((count, late))
+    engine.scheduler.note_waits(7, 2)
+    engine.add(a_request("stream", tokens=20))
+    engine.run(60)
+    assert noted == [(7, 2)]
+    assert inner.streams.mean_answer < FIRST_GUESS
 
 
 def test_measured_steps_correct_the_room_that_is_left_to_slices():

@@ -106,14 +106,15 @@ def test_blocks_before_the_window_may_hold_anything(device: str) -> None:
 
 def test_tiles_of_twice_as_many_rows_give_halves_the_same_bits(device: str) -> None:
     """With numbers of 16 bits, longer segments have taller tiles than decodes and short chunks."""
-    batch = make_batch(MIXED, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
+    segments = [(3, 0, 20), (0, 149, 150), (1, 60, 131), (4, 0, 1), (5, 199, 200)]
+    batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
     attention = make_attention(batch, 1)
     assert attention.tiles.wide_m == 2 * attention.tiles.narrow_m == 2 * module.TILE_ROWS
     wide, narrow = attention.make_metadata(batch.segments)
     assert (wide.block_m, narrow.block_m) == (2 * module.TILE_ROWS, module.TILE_ROWS)
     whole = attend(batch, 1, scale=0.25)
     torch.testing.assert_close(whole.double().cpu(), oracle(batch, scale=0.25), rtol=5e-3, atol=5e-3)
-    for spans in ([(2, 30, 31), (4, 0, 1), (0, 19, 20)], [(2, 0, 15), (0, 3, 20)], [(2, 15, 31), (1, 0, 1)]):
+    for spans in ([(2, 70, 71), (4, 0, 1), (0, 19, 20)], [(2, 0, 15), (0, 3, 20)], [(2, 15, 71), (1, 0, 1)]):
         some, at = some_of(batch, spans)
         assert torch.equal(attend(some, 1000, scale=0.25), whole[at]), spans
 
@@ -141,13 +142,33 @@ def test_heights_of_tiles_are_compared_before_both_are_taken(
 
 
 class Launches:
-    """Stands for a kernel, and notes the options of its launches by the height of its tiles."""
+    """Stands for a kernel, and notes the options of its launches."""
 
-    def __init__(self) -> None:
-        self.options: list[tuple[int, bool, bool]] = []
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.options: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *_, **given: self.options.append((given["BLOCK_M"], given["DEPENDENT"], given["launch_pdl"]))
+        return lambda *_, **given: self.options.append(tuple(given[name] for name in self.names))
+
+
+@pytest.mark.parametrize(
+    ("hopper", "kilobytes", "head_dim", "stages"),
+    [(True, 227, 128, 3), (True, 227, 512, 2), (False, 99, 128, 3), (False, 99, 256, 3), (False, 99, 512, 1)],
+)
+def test_as_many_steps_are_in_flight_as_fit_the_shared_memory(
+    hopper: bool, kilobytes: int, head_dim: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch([(0, 5, 6)], heads=4, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device="cpu")
+    launches = Launches("STAGES")
+    monkeypatch.setattr(module, "TILE_ROWS", 64)
+    monkeypatch.setattr(module, "attend_parts_kernel", launches)
+    monkeypatch.setattr(module, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(module, "shared_bytes", lambda device: kilobytes << 10)
+    attention = make_attention(batch, 4)
+    metadata = attention.make_metadata(batch.segments)
+    attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=1.0)
+    assert launches.options[-1] == (stages,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -156,7 +177,7 @@ def test_decodes_start_before_the_previous_kernel_ends_and_long_segments_do_not(
 ) -> None:
     """Long segments have a stream of their own, also where their tiles are as high as those of decodes."""
     batch = make_batch([(0, 199, 200), (1, 0, 150)], heads=4, kv_heads=2, block_size=16, dtype=dtype, device="cpu")
-    work, merges = Launches(), Launches()
+    work, merges = (Launches("BLOCK_M", "DEPENDENT", "launch_pdl") for _ in range(2))
     monkeypatch.setattr(module, "attend_parts_kernel", work)
     monkeypatch.setattr(module, "join_parts_kernel", merges)
     monkeypatch.setattr(module, "dependent_launch_options", lambda device: {"DEPENDENT": True, "launch_pdl": True})
@@ -188,6 +209,7 @@ def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_al
 
 
 def test_partial_results_of_tall_tiles_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TILE_ROWS", 16)
     monkeypatch.setattr(module, "MOST_PARTIALS", 11)
     segments = [(0, 299, 300), (1, 299, 300), (2, 290, 320), (3, 290, 320)]
     batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device="cpu")

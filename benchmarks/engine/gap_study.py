@@ -230,6 +230,17 @@ def gate():
     from holdfast.lm.kernels.linear import fused_layers
     from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch
 
+    from benchmarks.kernels.gemv_gpu import random
+    from holdfast.lm.kernels.linear.skinny_gemm import skinny_gemm
+
+    for rows in (72, 128):
+        x, weight = random(rows, 4096), random(28_672, 4096, spread=0.01)
+        out = x.new_empty(1, rows, 14_336)
+        skinny_gemm(x, weight, None, out, SkinnyLaunch(256, 64, 8, 4), gated=True)
+        first, second = (x.double() @ weight.double().t()).chunk(2, dim=1)
+        exact = torch.nn.functional.silu(first) * second
+        error = (out[0].double() - exact).abs().max() / exact.abs().max()
+        say(rows=rows, error=float(error))
     options = dict(max_sequences=128, cache_gb=13.0)
     before = built(**options)
     own = fused_layers.FusedLayerOps.gated_linear

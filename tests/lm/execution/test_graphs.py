@@ -18,7 +18,7 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs, StepMetadata
+from holdfast.lm.execution.graphs import KINDS, MAX_TOKENS, Captured, GraphSizes, StepGraphs, StepMetadata
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.state_memory import RecurrentStates
 from holdfast.lm.kernels.attention.paged import PagedAttention
@@ -226,14 +226,15 @@ def test_memsets_of_large_steps_are_replaced_before_their_graph_can_run(monkeypa
     monkeypatch.setattr("holdfast.lm.execution.graphs.memset_nodes", lambda device: memsets)
     monkeypatch.setattr("holdfast.lm.execution.graphs.capture", lambda *given: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    sizes = GraphSizes(decodes=(64, 72), tokens=(), rows=(72,), segments=())
+    few, many = KINDS[-1], KINDS[-1] + 8
+    sizes = GraphSizes(decodes=(few, many), tokens=(), rows=(many,), segments=())
     model = SimpleNamespace(spec=spec)
     plain = StepGraphs(model, MagicMock(), MagicMock(), [], sizes)  # type: ignore[arg-type]
     for graphs in (plain, StepGraphs(model, MagicMock(), MagicMock(), [], sizes, plain=plain)):  # type: ignore[arg-type]
         monkeypatch.setattr(graphs, "_decode", lambda *given: None)
-        graphs._capture_decode(64)
+        graphs._capture_decode(few)
         assert done == []
-        graphs._capture_decode(72)
+        graphs._capture_decode(many)
         assert done == [("replaced", True), ("instantiated", True)]
         done.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from itertools import pairwise
 from types import SimpleNamespace
@@ -137,6 +138,18 @@ def test_a_change_that_cuda_refuses_is_named(kernels: list[Memset]) -> None:
     driver = Driver([("norm", "memset"), ("memset", "product")], {"memset": params()}, "CUDA_ERROR_INVALID_VALUE")
     with pytest.raises(RuntimeError, match="cuGraphAddDependencies failed with CUDA_ERROR_INVALID_VALUE"):
         MemsetNodes(driver).replace(GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("version", "used"), [("12.9.4", False), ("13.0.3", True), ("13.2.0.dev1", True), (None, False)]
+)
+def test_only_bindings_with_the_calls_used_here_are_used(
+    version: str | None, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bindings = None if version is None else SimpleNamespace(__version__=version, driver=Driver([], {}))
+    for name, module in (("cuda", SimpleNamespace(bindings=bindings)), ("cuda.bindings", bindings)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert (MemsetNodes.of() is not None) == used
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.int8, 1), (torch.int8, 13), (torch.int16, 5), (torch.int32, 300)])

@@ -709,7 +709,7 @@ class DeviceBench:
         self._model: Model | None = None
 
     def choose(self, model: str) -> None:
-        """Make the systems of a model ready. Those of the model before are gone."""
+        """Make the systems of a model ready, in place of those of the model before."""
         self._model = None
         gc.collect()
         (self._model,) = Bench(argparse.Namespace(**vars(self._run) | {"only": [model]})).models()

@@ -24,7 +24,7 @@ class AppGroup:
         """`clients` are ready. The group closes them."""
         self.config, self.info = config, combined([client.info for client in clients])
         self.dead = asyncio.Event()
-        """Set when one of the engines has ended. What runs on the others may go on until the server closes them."""
+        """Set when one of the engines has ended. Requests on the others go on until these are closed."""
         self.reason = ""
         """The device and the reason of the first engine that ended."""
         self._clients = clients
@@ -74,7 +74,7 @@ AnyApp = AppClient | AppGroup
 async def start_app(
     app: str,
     config: AppConfig,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] = lambda stage: None,
     threads: int | None = None,
     ledger: str = "",
 ) -> AnyApp:
@@ -92,7 +92,7 @@ async def start_group(
     app: str,
     config: AppConfig,
     configs: Sequence[AppConfig],
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] = lambda stage: None,
     threads: int | None = None,
     ledger: str = "",
 ) -> AppGroup:
@@ -159,8 +159,6 @@ def total(stats: Sequence[messages.AppStats]) -> messages.AppStats:
     )
 
 
-def _stages(on_progress: Callable[[str], None] | None, config: AppConfig) -> Callable[[str], None] | None:
+def _stages(on_progress: Callable[[str], None], config: AppConfig) -> Callable[[str], None]:
     """A function that reports a stage together with the engine's device."""
-    if on_progress is None:
-        return None
     return lambda stage: on_progress(f"{stage} ({', '.join(config.devices)})")

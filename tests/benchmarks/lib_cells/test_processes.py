@@ -78,7 +78,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[tuple[Proces
         self.connection, theirs = Pipe()
 
         def run() -> None:
-            with theirs, suppress(ValueError):  # the other side has been told
+            with theirs, suppress(ValueError):  # the other side receives it as a message
                 serve_share(theirs, make)
 
         threads.append(threading.Thread(target=run))

@@ -278,7 +278,7 @@ def test_steps_that_copy_from_the_host_have_a_correction_of_their_own():
     found, history, times = [], tuple(range(100, 500)), itertools.count(1.0)
 
     def turn(name, prompt):
-        """Another request beside the stream, until it has ended. Its steps with copies take half as long again."""
+        """Run another request next to the stream. Its steps with copies take half as long again."""
         (request,) = create_requests(prompt, max_tokens=2)
         scheduler.add(replace(request, id=name))
         while name in scheduler.entries:

@@ -208,11 +208,11 @@ class LatencyTarget(Policy):
         self.streams.begin()
         step.admit(lambda entry: self._may_start(step, entry))
         seconds = self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention
-        self.planned(step, seconds)
         correction = self._correction_of(step)
-        step.predicted = seconds * correction.mean if step.num_tokens else 0.0
         # A step that exceeds the target by its decodes, or by the one tile that it may always fill, says nothing.
         cut = self._cut and self.wait(seconds * correction.factor) <= self._bound
+        self.planned(step, seconds)
+        step.predicted = seconds * correction.mean if step.num_tokens else 0.0
         if streams:
             self._streams_per_step += REPORT_GAIN * (streams - self._streams_per_step)
             self._cut_share += REPORT_GAIN * ((cut and not step.reserved) - self._cut_share)

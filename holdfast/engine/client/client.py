@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequ
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
@@ -109,14 +110,10 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         connect: Connect = connect_child,
         lasting: bool = False,
         drives: bool = True,
-        reports: bool = True,
     ) -> None:
         """Not for callers, who use `start` or `attach`."""
         self.config = config
-        self._pace: PaceReport | None = None
-        """Gets the times between tokens of streams, if the engine has a latency target and knows such reports."""
-        if config.tbt_seconds is not None and reports:
-            self._pace = PaceReport(config.tbt_seconds, self._tell)
+        self._pace = PaceReport(config.tbt_seconds or inf, self._tell)
         self._chunk_secret, self._ledger, self._door = chunk_secret, ledger, (listen, listen_key)
         self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
         self.text: Text
@@ -219,8 +216,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client = cls(
                 welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end),
                 lasting=knows(welcome.wire, "adopt"), drives=knows(welcome.wire, "start-driven"),
-                reports=knows(welcome.wire, "token-waits"),
             )  # fmt: skip
+            if not knows(welcome.wire, "token-waits"):
+                client._pace = PaceReport(inf, client._tell)
         except BaseException as error:
             await attachment.close()
             if isinstance(error, (ValueError, OSError)):
@@ -555,15 +553,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 request = stream.request
                 there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
                 self._child.send(messages.Submit(there, stream.note))
-            pace = self._pace if stream.request.priority < BATCH_CLASS else None
-            last: float | None = None
+            timed, last = self._pace.target < inf and stream.request.priority < BATCH_CLASS, inf
             while not stream.given:
                 waits = not stream.changed  # A reader that came later than the token may be slow itself.
                 delta = await stream.next()
-                if pace is not None and delta.tokens:
+                if timed and delta.tokens:
                     now = time.monotonic()
-                    if waits and last is not None:
-                        pace.note(now - last, now)
+                    if waits and last < inf:
+                        self._pace.note(now - last, now)
                     last = now
                 yield delta
         finally:

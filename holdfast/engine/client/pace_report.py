@@ -18,8 +18,8 @@ class PaceReport:
     """
 
     def __init__(self, target: float, send: Callable[[messages.TokenWaits], None]) -> None:
-        """`target` is the most seconds between two tokens of a stream."""
-        self._target, self._send = target, send
+        """`target` is the most seconds between two tokens of a stream; infinity: nothing need be reported."""
+        self.target, self._send = target, send
         self._count = self._late = 0
         self._due_at = 0.0
         """Time of the next report at the earliest."""
@@ -27,7 +27,7 @@ class PaceReport:
     def note(self, seconds: float, now: float) -> None:
         """Count a time between two tokens that ended at `now`."""
         self._count += 1
-        self._late += seconds > self._target
+        self._late += seconds > self.target
         if now >= self._due_at:
             self._send(messages.TokenWaits(self._count, self._late))
             self._count = self._late = 0

@@ -19,9 +19,9 @@ LATE_SHARE = 0.0075
 """Share of late steps to which the margin converges. P99 within a target leaves 1%, and the last part of the way to a
 client makes some more late."""
 MARGIN_GAIN = 0.01
-"""What one late step adds to the margin, in times of the mean. Each other step takes LATE_SHARE of it away."""
+"""A late step adds this to the margin, in times of the mean. Each other step takes LATE_SHARE of it away."""
 MAX_LEARNED_MARGIN = 0.15
-"""Limit of what late steps add to the margin, in times of the mean: what delays tokens may not depend on steps."""
+"""Most that late steps add to the margin, in times of the mean: shorter steps may not help against a delay."""
 
 
 class Correction:
@@ -71,6 +71,10 @@ class Correction:
         error = min(max(ratio - self.host_mean, -CLIP), CLIP)
         self.host_deviation += DEVIATION_GAIN * (abs(error) - self.host_deviation)
         self.host_mean = min(max(1.0, self.host_mean + DEVIATION_GAIN * error), MAX_RATIO)
+
+    def widen(self, margin: float) -> None:
+        """Add this to the margin, in times of the mean, until steps have taught how much it takes."""
+        self.learned_margin = min(self.learned_margin + margin, MAX_LEARNED_MARGIN)
 
     def note_late(self, late: float, steps: float = 1.0) -> None:
         """Learn that `late` of the `steps` that were as long as the target allowed came late; fractions count."""

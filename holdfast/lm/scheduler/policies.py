@@ -111,6 +111,10 @@ class Predicted(NamedTuple):
     """Whether the target cut it, and no other work was to follow it."""
 
 
+NO_PROMPT = Predicted(0.0, 0.0, copies=False, cut=False)
+"""A step without prefill work, of which nothing is noted."""
+
+
 class LatencyTarget(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
 
@@ -124,8 +128,8 @@ class LatencyTarget(Policy):
 
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`). Steps that copy blocks from the host take longer, and have a
-    correction of their own. Only steps that the target cut say whether its margin is right: by the time between their
-    results, or where clients report how many tokens came late (`note_waits`), by that.
+    correction of their own. The margin follows the share of late steps among those that the target cut. Clients report
+    how many tokens came late (`note_waits`). Where none does, a step is late by the time between two results.
 
     `whole`: the model cannot compute prompts in chunks. Then the target bounds how many prompts follow the first one in
     a step.
@@ -148,8 +152,8 @@ class LatencyTarget(Policy):
         self.whole = whole
         self.correction = Correction(cost.deviation)
         """Correction of steps that begin no copies from the host."""
-        self._copying: Correction | None = None
-        """Correction of steps that begin copies from the host; None before any was measured."""
+        self._copying: tuple[Correction, ...] = ()
+        """Correction of steps that begin copies from the host; empty before any was measured."""
         self._cost, self._predictor = cost, cost.predictor()
         self._apart = isinstance(cost, PaddedCost)
         """Whether each chunk is a forward of its own, so that it fills tiles alone."""
@@ -204,11 +208,11 @@ class LatencyTarget(Policy):
         self.streams.begin()
         step.admit(lambda entry: self._may_start(step, entry))
         seconds = self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention
-        self.planned(step, seconds)
         correction = self._correction_of(step)
-        step.predicted = seconds * correction.mean if step.num_tokens else 0.0
         # A step that exceeds the target by its decodes, or by the one tile that it may always fill, says nothing.
         cut = self._cut and self.wait(seconds * correction.factor) <= self._bound
+        self.planned(step, seconds)
+        step.predicted = seconds * correction.mean if step.num_tokens else 0.0
         if streams:
             self._streams_per_step += REPORT_GAIN * (streams - self._streams_per_step)
             self._cut_share += REPORT_GAIN * ((cut and not step.reserved) - self._cut_share)
@@ -228,12 +232,12 @@ class LatencyTarget(Policy):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by the measured time of a step."""
-        step = self._predicted.pop(plan.step, None)
+        step = self._predicted.pop(plan.step, NO_PROMPT)
         others, self._seconds_apart = self._seconds_apart, result.seconds_apart
         self._measured = None
-        if step is not None and step.seconds:
-            if step.copies and self._copying is None:
-                self._copying = copy(self.correction)
+        if step.seconds:
+            if step.copies and not self._copying:
+                self._copying = (copy(self.correction),)
             self._correction(copies=step.copies).update(result.seconds / step.seconds)
             if not (others or self._seconds_apart):
                 self._measured = step, result.seconds
@@ -259,9 +263,9 @@ class LatencyTarget(Policy):
             correction.note_late(wait > self.target * (1 + ROUNDING))
 
     def _read_reports(self, now: float) -> None:
-        """Learn from what clients have reported. What they say of tokens is turned into steps.
+        """Learn from the reports of clients. They count tokens, and the margin counts steps.
 
-        Steps that the target did not cut have other lengths, and other reasons to be late.
+        Reports count as much as the target cut steps lately: other steps have other reasons to be late.
         """
         if not self._reports:
             return
@@ -269,13 +273,14 @@ class LatencyTarget(Policy):
         self._reports.clear()
         first, self._reported_at = self._reported_at == -inf, now
         share = self._cut_share / max(1.0, self._streams_per_step)
-        for correction in (self.correction, *([self._copying] if self._copying is not None else [])):
-            correction.learned_margin += FIRST_WAY if first else 0.0
+        for correction in (self.correction, *self._copying):
+            if first:
+                correction.widen(FIRST_WAY)
             correction.note_late(share * late, share * count)
 
     def _correction(self, *, copies: bool) -> Correction:
         """The correction of steps that begin copies from the host, or of the others."""
-        return self._copying if copies and self._copying is not None else self.correction
+        return self._copying[0] if copies and self._copying else self.correction
 
     def _correction_of(self, step: StepBuilder) -> Correction:
         """The correction of the step under construction as it is now."""

@@ -1,4 +1,4 @@
-"""What a client tells its engine of the times between tokens."""
+"""Reports of a client to its engine about the times between tokens."""
 
 from __future__ import annotations
 

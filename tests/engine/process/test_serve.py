@@ -201,9 +201,9 @@ def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
 
 
 def test_an_engine_prepares_though_it_is_asked_all_the_time_how_it_is(monkeypatch):
-    at = itertools.count(0.0, 0.01)  # a step has begun the lull, and each look at the clock is 10 ms later
+    at = itertools.count(0.0, 0.01)  # each look at the clock is 10 ms later, so the steps take longer than a lull
     monkeypatch.setattr("holdfast.engine.process.serve.time", types.SimpleNamespace(monotonic=lambda: next(at)))
-    request, *_ = create_requests(5, max_tokens=2)
+    request, *_ = create_requests(5, max_tokens=20)
     device = FakeDevice(64, 4)
     device.expect(request)
     done, answered = [], []
@@ -222,7 +222,7 @@ def test_an_engine_prepares_though_it_is_asked_all_the_time_how_it_is(monkeypatc
 
     parent = Asking(Submit(request))
     serve(Loop(create_scheduler(), device, 2, lambda: 0.0, prepare=prepare), parent, ())
-    assert len(done) >= 4 and done[0] > 2, "after a lull, not at once"
+    assert len(done) >= 4 and done[0] > 2, "a lull after the last step, not at once"
     assert sum(isinstance(message, Stats) for message in parent.sent) == 99
 
 

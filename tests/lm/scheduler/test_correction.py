@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from holdfast.lm.scheduler.correction import LATE_SHARE, MARGIN_GAIN, MAX_LEARNED_MARGIN, Correction
+from holdfast.lm.scheduler.correction import DEVIATIONS, LATE_SHARE, MARGIN_GAIN, MAX_LEARNED_MARGIN, Correction
 
 TARGET = 25.0
 ERRORS = {
@@ -80,6 +80,7 @@ def test_the_learned_margin_is_bounded_on_both_sides():
     assert correction.learned_margin == MAX_LEARNED_MARGIN
     for _ in range(100_000):
         correction.note_late(0.0)
+    assert correction.learned_margin == pytest.approx(-DEVIATIONS * 0.02), "it can rise again at once"
     assert correction.factor == pytest.approx(1.0), "a step may be planned for the target, and for no more"
 
 

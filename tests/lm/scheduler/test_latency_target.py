@@ -203,6 +203,13 @@ def test_late_and_timely_steps_that_the_target_cut_move_the_margin(times, moved)
     assert policy.correction.learned_margin == pytest.approx(moved)
 
 
+def test_a_step_without_room_for_the_next_prompt_was_cut_by_the_target():
+    scheduler = beside_a_stream(policy := with_target(4.6), 20, 20)
+    assert spans(step(scheduler, times=1.2))[1:] == [("1", 0, 20)]
+    step(scheduler)
+    assert policy.correction.learned_margin > 0.009
+
+
 def sent(policy, way, count=1500):
     """Seconds between tokens at a client that the way from the engine delays by `way(draw)`, and seconds of each step.
 
@@ -278,7 +285,7 @@ def test_steps_that_copy_from_the_host_have_a_correction_of_their_own():
     found, history, times = [], tuple(range(100, 500)), itertools.count(1.0)
 
     def turn(name, prompt):
-        """Another request beside the stream, until it has ended. Its steps with copies take half as long again."""
+        """Run another request next to the stream. Its steps with copies take half as long again."""
         (request,) = create_requests(prompt, max_tokens=2)
         scheduler.add(replace(request, id=name))
         while name in scheduler.entries:
@@ -294,6 +301,27 @@ def test_steps_that_copy_from_the_host_have_a_correction_of_their_own():
         turn(f"other {number}", tuple(range(7 + 10_000 * number, 1_107 + 10_000 * number)))  # fills the device
     assert found[0] > 0.0072 and 1.5 * found[-1] < 0.0083
     assert policy.correction.factor == pytest.approx(1.0, abs=0.01), "other steps have the whole target"
+
+
+def test_late_tokens_of_all_streams_of_a_step_count_as_one_late_step():
+    def learned(streams):
+        scheduler = scheduler_of(policy := with_target(9.0), *[1] * streams)
+        for _ in range(4):
+            step(scheduler)
+        for request in create_requests(*[1900] * 40, max_tokens=1):
+            scheduler.add(replace(request, id=f"prompt {request.id}"))
+        policy.correction = settled()
+        for _ in range(90):
+            step(scheduler)
+        policy.note_waits(0, 0)
+        step(scheduler)
+        before = policy.correction.learned_margin
+        policy.note_waits(streams, streams)
+        step(scheduler)
+        return policy.correction.learned_margin - before
+
+    assert 0.004 < learned(2) < 0.013
+    assert learned(8) == pytest.approx(learned(2), rel=0.5)
 
 
 class OtherWork(PartResult):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
+from holdfast.lm.scheduler.policies import FIRST_WAY
 from tests.lm.scheduler.test_latency_target import COST, TILE, beside_a_stream, scheduler_of, seconds, settled, step
 from tests.scheduling import answer, create_requests, spans
 
@@ -155,3 +156,20 @@ def test_steps_of_decodes_of_unequal_contexts_take_equal_times(stages, prompts):
 def test_steps_of_equal_decodes_hold_equally_many():
     plans = decodes_of_steps(with_target(1000.0, ceiling=1024, stages=3), *[10] * 9, stages=3)
     assert [len(plan.segments) for plan in plans] == [3, 3, 3]
+
+
+def test_reports_of_clients_move_the_margin_of_a_pipeline_whose_steps_the_target_cuts():
+    def learned(late):
+        policy = with_target(16.0, stages=2)
+        scheduler, plans, now = scheduler_of(policy, *[1000] * 20, stages=2, blocks=100_000), [], 0.0
+        for number in range(80):
+            while len(plans) < 3 and (plan := scheduler.schedule(now)) is not None:
+                plans.append(plan)
+            plan = plans.pop(0)
+            now += seconds(plan) / 2
+            scheduler.update(plan, replace(answer(plan), seconds=seconds(plan)), now)
+            if number > 40:
+                scheduler.note_waits(10, late)
+        return policy.correction.learned_margin
+
+    assert learned(10) > FIRST_WAY > learned(0)

@@ -32,4 +32,4 @@ class PaceBuilder(PartBuilder):
     refusals: ClassVar[dict[type, Refusal]] = {messages.TokenWaits: no_answer}
 
     def handlers(self, served: Served) -> Iterable[Handler]:
-        return [PaceHandler(served.scheduler)] if self.site.config.tbt_seconds is not None else []
+        return [PaceHandler(served.scheduler)] if self.site.config.tbt_seconds else []

@@ -660,13 +660,13 @@ class Bench:
             return models.parse_tree(*wide, sample.tree, sample.tokens)
 
         graphs = {
-            id(sample): models.tree_of_operators(leaf, internal, sample.tree, sample.tokens)
+            (sample.tree, sample.tokens.tobytes()): models.tree_of_operators(leaf, internal, sample.tree, sample.tokens)
             for sample in samples
             if sample.tree is not None
         }
 
         def unfold_parts(sample: Sample) -> CellGraph:
-            return graphs[id(sample)]
+            return graphs[sample.tree, sample.tokens.tobytes()]
 
         for most in self.run.tree_sizes:
             plan = bound(Merging, by="depth", most=most)

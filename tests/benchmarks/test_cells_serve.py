@@ -47,22 +47,23 @@ def test_two_workers_answer_like_one() -> None:
     assert set(compare(model, run).values()) == {1.0}
 
 
+@pytest.mark.long
 def test_two_processes_answer_like_one(tmp_path: Path) -> None:
-    run = options(only=["seq2seq"], out=tmp_path, threads=1, tf32=False)
-    (here,) = Bench(run).models()
+    run = options(only=["seq2seq", "tree"], out=tmp_path, threads=1, tf32=False)
     processes = Processes([partial(DeviceBench, run)] * 2)
     try:
-        (split,) = Bench(run, processes).models()
-        assert [system.name for system in split.systems] == [system.name for system in here.systems]
-        for system, other in zip(here.systems[:3], split.systems, strict=False):
+        for here, split in zip(Bench(run).models(), Bench(run, processes).models(), strict=True):
+            assert [system.name for system in split.systems] == [system.name for system in here.systems]
+            assert compare(split, run) == {system.name: 1.0 for system in here.systems}
             one, two = (
-                serve(each.engine(), here.samples[:40], seconds=30.0, arrivals=np.zeros(40), keep=True).results
-                for each in (system, other)
+                serve(model.systems[0].engine(), here.samples[:40], seconds=30.0, arrivals=np.zeros(40), keep=True)
+                for model in (here, split)
             )
-            assert len(two) == 40
-            assert {key: each["words"].tolist() for key, each in one.items()} == {
-                key: each["words"].tolist() for key, each in two.items()
-            }
+            assert len(two.results) == 40
+            for request, results in one.results.items():
+                assert {name: each.tolist() for name, each in results.items()} == {
+                    name: each.tolist() for name, each in two.results[request].items()
+                }
         engine = split.systems[0].engine()
         assert isinstance(engine, SplitEngine)
         engine.watch("perf_counter")

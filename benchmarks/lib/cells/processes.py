@@ -39,16 +39,6 @@ class Engine(Protocol):
         """End all requests."""
 
 
-class Watched(Engine, Protocol):
-    """A system that can say where the host's time goes."""
-
-    def watch(self, clock: str) -> None:
-        """Time the parts of the work from now on, by this clock of the module `time`."""
-
-    def times(self) -> tuple[Seconds, int]:
-        """The host's seconds by what they were spent on, and the number of requests that have ended."""
-
-
 class Host(Protocol):
     """The systems of one process. They run on its device."""
 
@@ -111,7 +101,7 @@ def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
             if outputs:
                 groups = outputs.groups if isinstance(outputs, CellOutputs) else None
                 connection.send((OUTPUTS, groups or list(outputs)))
-    except EOFError:  # the other side has closed
+    except (EOFError, ConnectionError):  # the other side has closed
         pass
     except Exception as error:
         connection.send((FAILED, f"{type(error).__name__}: {error}"))
@@ -233,10 +223,12 @@ class SplitEngine:
         self._processes.ask("drain")
 
     def watch(self, clock: str) -> None:
+        """Time the parts of the work from now on, by this clock of the module `time`."""
         self._processes.ask("watch", clock)
         self._clock = getattr(time, clock)
 
     def times(self) -> tuple[Seconds, int]:
+        """The seconds of all processes by what they were spent on, and the number of requests that have ended."""
         seconds, ended = defaultdict(float, self._seconds), 0
         for theirs, count in self._processes.ask("times"):
             ended += count

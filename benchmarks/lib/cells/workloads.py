@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,8 +84,7 @@ class Tree:
         return self.heights[-1]
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The contents of one request: tokens, and for a tree its shape."""
 
     tokens: np.ndarray

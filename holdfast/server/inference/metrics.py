@@ -19,10 +19,10 @@ from holdfast.server.metrics import LONG, SHORT
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Upper bounds of the histogram buckets for the number of nodes of a task."""
 GAUGES = {
-    "waiting": ("requests_waiting", "Requests of an application that have no place on the device yet"),
+    "waiting": ("requests_waiting", "Requests of an application that have no place on a device yet"),
     "running": ("requests_running", "Requests of an application that have their places"),
-    "rows_used": ("rows_used", "Places for nodes on the device that are used"),
-    "rows_total": ("rows", "Places for nodes on the device"),
+    "rows_used": ("rows_used", "Places for nodes that are used, on all devices of an application"),
+    "rows_total": ("rows", "Places for nodes on all devices of an application"),
 }
 """Metric name and help by field of AppStats."""
 

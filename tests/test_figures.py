@@ -223,7 +223,9 @@ def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
     earlier = RESULTS["2026-11-22-cells-h200.txt"].read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
     latest = RESULTS["2026-11-30-cells-two-gpus-h200.txt"].read_text().split("\nlstm on 1 devices (")[1].split("\n`")[0]
     for begin, text in (("LSTM, up to 512 |", latest), ("the same, on 2026-11-22, one by one |", earlier)):
-        peaks = {name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?\d?) {2,}(\d+) /s,", text, re.MULTILINE)}
+        peaks = {
+            name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?\d?) {2,}(\d+) /s,", text, re.MULTILINE)
+        }
         ours = peaks.pop("cellular, 512")
         cells = row(begin)
         assert numbers(cells[1]) == [ours, max(peaks.values())]
@@ -269,7 +271,14 @@ def test_conversations_of_equal_weights_are_those_of_their_sitting() -> None:
     lines = [line for line in BENCHMARKS.split("\n") if line.startswith("| 24 | ")]
     for line, engine in zip(lines[:2], ("holdfast", "vllm"), strict=True):
         (found,) = curves[f"{engine} tiers"]
-        names = ("norm_latency_ms_mean", "norm_latency_ms_p90", "ttft_ms_p50", "ttft_ms_p99", "tbt_ms_p50", "tbt_ms_p99")
+        names = (
+            "norm_latency_ms_mean",
+            "norm_latency_ms_p90",
+            "ttft_ms_p50",
+            "ttft_ms_p99",
+            "tbt_ms_p50",
+            "tbt_ms_p99",
+        )
         wanted = [found["req_s"], *(found[name] for name in names), found["prompt_hit"]]
         told = [number for cell in line.strip("|").split("|")[2:] for number in numbers(cell)]
         assert told == pytest.approx(wanted, rel=5e-3)

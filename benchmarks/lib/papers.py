@@ -60,7 +60,7 @@ VARIATIONS = {
     "host": "0.36 ms more for each layer of a step, as Sarathi-Serve's authors recorded of Yi-34B",
     "launch": "at least 0.78 ms for each layer of a step, as they recorded of one decode and of 128 tokens",
     "recorded": "steps of Yi-34B take as long as they recorded",
-    "prompts": "from 512 tokens on, the linear layers take as long as they recorded of a prompt of Yi-34B",
+    "prompts": "from 512 tokens on, linear layers take as long as they recorded of a prompt of Yi-34B",
     "rows": "decodes take as much more as they recorded of Yi-34B, by layers and by query heads of a device",
     "hidden": "with `recorded`: beside a prompt, a decode costs no more than we derive",
 }
@@ -73,8 +73,8 @@ def deployed(
     """`deploy(model, **layout)` with the VARIATIONS that `vary` names, and every step made longer by `step_seconds`.
 
     Pipeline stages share the extra seconds. Memory does not change. `fused`: without a pipeline and variations, the
-    device reaches an H200's shares of its peaks, and launches as fast. Raises ValueError for `recorded` or `prompts` and
-    another model or layout than the recorded one.
+    device reaches an H200's shares of its peaks, and launches as fast. Raises ValueError for `recorded` or `prompts`
+    and another model or layout than the recorded one.
     """
     shape = MODELS[model]
     if fused:

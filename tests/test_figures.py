@@ -221,7 +221,7 @@ def test_rows_with_adapters_are_those_of_the_sitting() -> None:
 
 def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
     earlier = RESULTS["2026-11-22-cells-h200.txt"].read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
-    latest = RESULTS["2026-11-30-cells-two-gpus-h200.txt"].read_text().split("\nlstm on 1 devices (")[1].split("\n`")[0]
+    latest = RESULTS["2026-11-30-cells-lstm-h200.txt"].read_text().split("\nlstm on 1 devices (")[1]
     for begin, text in (("LSTM, up to 512 |", latest), ("the same, on 2026-11-22, one by one |", earlier)):
         peaks = {
             name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?\d?) {2,}(\d+) /s,", text, re.MULTILINE)
@@ -231,20 +231,6 @@ def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
         assert numbers(cells[1]) == [ours, max(peaks.values())]
         assert numbers(cells[2]) == pytest.approx([ours / max(peaks.values())], abs=0.006)
     assert numbers(row("[cells]", FRONT.read_text())[1]) == numbers(row("LSTM, up to 512 |")[1])[:1]
-
-
-def test_cells_on_two_gpus_are_those_of_their_file() -> None:
-    text = RESULTS["2026-11-30-cells-two-gpus-h200.txt"].read_text()
-
-    def windows(model: str, devices: int) -> list[float]:
-        (found,) = re.findall(rf"^{model} on {devices} devices.*\n  cellular.*\[(.*?)\]", text, re.MULTILINE)
-        return [float(each) for each in found.split(", ")]
-
-    for begin, model, of in (("equal lengths of 24 |", "equal-lstm", mean), ("Seq2Seq | 18", "seq2seq", max)):
-        one, two = mean(windows(model, 1)), of(windows(model, 2))
-        cells = row(begin)
-        assert [*numbers(cells[1]), numbers(cells[2])[0]] == pytest.approx([one, two], abs=0.51)
-        assert numbers(cells[3]) == pytest.approx([two / one], abs=0.006)
 
 
 @pytest.mark.parametrize(

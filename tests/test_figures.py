@@ -220,12 +220,72 @@ def test_rows_with_adapters_are_those_of_the_sitting() -> None:
 
 
 def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
-    text = RESULTS["2026-11-22-cells-h200.txt"].read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
-    peaks = {name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?) +(\d+) /s,", text, re.MULTILINE)}
-    ours = peaks.pop("cellular, 512")
-    cells = row("LSTM, up to 512 |")
-    assert numbers(cells[1]) == [ours, max(peaks.values())]
-    assert numbers(cells[2]) == pytest.approx([ours / max(peaks.values())], abs=0.006)
+    earlier = RESULTS["2026-11-22-cells-h200.txt"].read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
+    latest = RESULTS["2026-11-30-cells-lstm-h200.txt"].read_text().split("\nlstm on 1 devices (")[1]
+    for begin, text in (("LSTM, up to 512 |", latest), ("the same, on 2026-11-22, one by one |", earlier)):
+        peaks = {
+            name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?\d?) {2,}(\d+) /s,", text, re.MULTILINE)
+        }
+        ours = peaks.pop("cellular, 512")
+        cells = row(begin)
+        assert numbers(cells[1]) == [ours, max(peaks.values())]
+        assert numbers(cells[2]) == pytest.approx([ours / max(peaks.values())], abs=0.006)
+    assert numbers(row("[cells]", FRONT.read_text())[1]) == numbers(row("LSTM, up to 512 |")[1])[:1]
+
+
+@pytest.mark.parametrize(
+    ("begin", "what"),
+    [
+        ("offline, batch 1,", "bs1"),
+        ("offline, batch 32,", "bs32"),
+        ("offline, batch 128,", "bs128"),
+        ("offline, chat,", "chat"),
+        ("offline, prefill", "prefill"),
+    ],
+)
+def test_offline_rows_of_equal_weights_are_those_of_their_sitting(begin: str, what: str) -> None:
+    found = {each["what"]: each for each in read("2026-11-30-beside-vllm-0.25.1-h200.json")["table"]}
+    speed, energy = found[what], found[f"{what}, energy"]
+    cells = row(begin)
+    assert numbers(cells[1]) + numbers(cells[2]) == pytest.approx([speed["holdfast"], speed["vllm"]], rel=1e-3)
+    assert numbers(cells[3]) == pytest.approx([speed["ratio"]], abs=0.006)
+    assert numbers(cells[4]) == pytest.approx([energy["holdfast"], energy["vllm"]], rel=5e-3)
+
+
+def test_conversations_of_equal_weights_are_those_of_their_sitting() -> None:
+    curves = read("2026-11-30-beside-vllm-0.25.1-h200.json")["curves"]
+    lines = [line for line in BENCHMARKS.split("\n") if line.startswith("| 24 | ")]
+    for line, engine in zip(lines[:2], ("holdfast", "vllm"), strict=True):
+        (found,) = curves[f"{engine} tiers"]
+        names = (
+            "norm_latency_ms_mean",
+            "norm_latency_ms_p90",
+            "ttft_ms_p50",
+            "ttft_ms_p99",
+            "tbt_ms_p50",
+            "tbt_ms_p99",
+        )
+        wanted = [found["req_s"], *(found[name] for name in names), found["prompt_hit"]]
+        told = [number for cell in line.strip("|").split("|")[2:] for number in numbers(cell)]
+        assert told == pytest.approx(wanted, rel=5e-3)
+
+
+def test_rows_of_draft_heads_are_those_of_their_files() -> None:
+    rates, published, _ = read("2026-11-30-draft-rates-h200.json")
+    for begin, kept in (("the next step planned while", rates), ("the same with vLLM's chances", published)):
+        told = [number for cell in row(begin)[1:] for number in numbers(cell)]
+        assert told == pytest.approx([each["ratio"] for each in kept["results"]], abs=0.006)
+
+
+def test_what_the_same_bits_cost_is_as_measured() -> None:
+    """The page has eight ratios: of decodes by shape and streams, then of prompts and answers."""
+    page = (ROOT / "docs" / "serving.md").read_text().replace("\n", " ")
+    (cost,) = re.findall(r"- \*\*Cost\*\*: (.*?) - \*\*", page)
+    (kept,) = re.findall(r"/results/([\w.-]+)\)", cost)
+    found = [each for sitting in read(kept) for each in sitting["results"]]
+    assert [(each["shape"], each["streams"]) for each in found] == [("1b", 32), ("1b", 128), ("8b", 32), ("8b", 128)]
+    wanted = [each[part]["ratio"] for part in ("decode", "all") for each in found]
+    assert [float(each) for each in re.findall(r"0\.\d+", cost)][:8] == pytest.approx(wanted, abs=0.006)
 
 
 def test_peaks_of_cells_are_the_medians_of_their_file() -> None:

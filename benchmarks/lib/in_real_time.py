@@ -34,34 +34,48 @@ from holdfast.loop.loop import Loop
 
 
 def checkpoint_of(shape: ModelShape | str) -> str:
-    """A new directory, named after the shape, with its config.json, for random weights."""
+    """A new directory, named after the shape, with its config.json, for random weights. See `config_of`."""
     if isinstance(shape, str):
         shape = look_up("model shape", MODELS, shape)
+    fields = config_of(shape)
     directory = Path(tempfile.mkdtemp()) / shape.name
     directory.mkdir()
-    fields: dict[str, Any] = dict(
-        architectures=["MistralForCausalLM" if shape.window else "LlamaForCausalLM"],
-        model_type="mistral" if shape.window else "llama",
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.max_model_len,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        hidden_act="silu",
-        torch_dtype="bfloat16",
-        tie_word_embeddings=False,
-    )
-    if shape.window:
-        fields["sliding_window"] = shape.window
     (directory / "config.json").write_text(json.dumps(fields))
     return str(directory)
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """The config.json of a model of the shape: Llama, Mistral (with a window), or OPT (without a gate, by its name).
+
+    Raises ValueError for other shapes without a gate, which would be another model's.
+    """
+    fields: dict[str, Any] = dict(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.max_model_len,
+        bos_token_id=1,
+        eos_token_id=2,
+        torch_dtype="bfloat16",
+    )
+    if shape.name.startswith("opt"):
+        kind = dict(architectures=["OPTForCausalLM"], model_type="opt", ffn_dim=shape.intermediate)
+        return fields | kind | dict(word_embed_proj_dim=shape.hidden, tie_word_embeddings=True)
+    if not shape.gated:
+        raise ValueError(f"no config.json is known of {shape.name}; take a shape of Llama, Mistral or OPT")
+    fields |= dict(
+        architectures=["MistralForCausalLM" if shape.window else "LlamaForCausalLM"],
+        model_type="mistral" if shape.window else "llama",
+        intermediate_size=shape.intermediate,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+    )
+    return fields | ({"sliding_window": shape.window} if shape.window else {})
 
 
 class WallClock:

@@ -18,6 +18,10 @@ run, and took longer than 512 tokens. From 8 decodes on, a row takes up to 1 ms 
 steps of nothing but decodes pay that, not those with a prompt; the authors' step of 1,021 tokens and 3 decodes took as
 long as one of 1,024 tokens (osdi-experiments/table-2/results.csv), which does not decide it.
 
+`prompts`: from 512 tokens on, the linear layers of a step of Yi-34B take what prefill.csv says of a prompt of as many
+tokens. Below, and for all else, they stay as derived. A derived prompt of 2,048 or 4,096 tokens takes 7% longer than
+recorded, and one of 1,024 is 9% shorter.
+
 `rows`: a decode of any model takes as much more as one of Yi-34B does there, by layers and by query heads of a device:
 vLLM's kernel of that time starts a thread block for each head of each sequence.
 """
@@ -44,6 +48,8 @@ LAUNCH_SECONDS = 0.78e-3
 RECORDED_MODEL = "yi-34b"
 RECORDED_PREFILLS = {128: 48.09, 512: 105.6, 1024: 214.3, 2048: 366.0, 4096: 757.6, 8192: 1863.3, 16384: 4407.5}
 """Milliseconds of a step with one whole prompt, by its tokens."""
+PROMPTS_FROM = 512
+"""Fewest tokens of a step that takes the recorded time with `prompts`."""
 RECORDED_DECODES = {1: 46.80, 2: 47.50, 4: 48.85, 8: 69.68, 16: 77.25, 32: 87.90, 64: 127.81, 128: 189.33}
 """Milliseconds of a step of decodes at a context of 1,024, by their number."""
 DECODED_AT = 1024
@@ -54,6 +60,7 @@ VARIATIONS = {
     "host": "0.36 ms more for each layer of a step, as Sarathi-Serve's authors recorded of Yi-34B",
     "launch": "at least 0.78 ms for each layer of a step, as they recorded of one decode and of 128 tokens",
     "recorded": "steps of Yi-34B take as long as they recorded",
+    "prompts": "from 512 tokens on, linear layers take as long as they recorded of a prompt of Yi-34B",
     "rows": "decodes take as much more as they recorded of Yi-34B, by layers and by query heads of a device",
     "hidden": "with `recorded`: beside a prompt, a decode costs no more than we derive",
 }
@@ -66,14 +73,15 @@ def deployed(
     """`deploy(model, **layout)` with the VARIATIONS that `vary` names, and every step made longer by `step_seconds`.
 
     Pipeline stages share the extra seconds. Memory does not change. `fused`: without a pipeline and variations, the
-    device reaches an H200's shares of its peaks, and launches as fast. Raises ValueError for `recorded` and another
-    model or layout than the recorded one.
+    device reaches an H200's shares of its peaks, and launches as fast. Raises ValueError for `recorded` or `prompts`
+    and another model or layout than the recorded one.
     """
     shape = MODELS[model]
     if fused:
         return with_fused_kernels(model, **layout)
-    if "recorded" in vary and (model, layout.get("tp"), layout.get("pp", 1)) != (RECORDED_MODEL, 2, 1):
-        raise ValueError(f"recorded is of {RECORDED_MODEL} with tp 2, not of {model} with {layout}")
+    theirs = [name for name in ("recorded", "prompts") if name in vary]
+    if theirs and (model, layout.get("tp"), layout.get("pp", 1)) != (RECORDED_MODEL, 2, 1):
+        raise ValueError(f"{theirs[0]} is of {RECORDED_MODEL} with tp 2, not of {model} with {layout}")
     plain = deploy(shape, **layout)
     heads = deploy(replace(shape, kv_heads=shape.heads), **layout) if "heads" in vary else plain
     if "host" in vary:
@@ -84,6 +92,8 @@ def deployed(
         least = LAUNCH_SECONDS * shape.layers / stages if "launch" in vary else 0.0
         linear = tuple(max(least, seconds + step_seconds / stages) for seconds in cost.linear_seconds)
         varied = replace(cost, linear_seconds=linear, attention_seconds=attention.attention_seconds)
+        if "prompts" in vary:
+            varied = with_recorded_prompts(varied)
         if "rows" in vary:
             share = shape.layers / stages * shape.heads / layout.get("tp", 1) / RECORDED_HEADS
             varied = with_rows(varied, {rows: share * more for rows, more in recorded_rows().items()})
@@ -118,6 +128,17 @@ def with_fused_kernels(model: str, *, device: str, tp: int = 1, link: str | None
     fused = replace(sheet, **{name: getattr(best, name) for name in shares})
     cost = derive(MODELS[model], fused, tp=tp, link=LINKS[link or sheet.link])
     return replace(plain, profile=replace(plain.profile, cost=cost))
+
+
+def with_recorded_prompts(cost: CostModel) -> CostModel:
+    """The cost model whose linear layers take the recorded time of one prompt of Yi-34B, from PROMPTS_FROM tokens on.
+
+    All time of a record beyond the derived attention of its prompt is that of the linear layers.
+    """
+    few = {n: took for n, took in zip(cost.linear_tokens, cost.linear_seconds, strict=True) if n < PROMPTS_FROM}
+    many = {n: ms / 1e3 - cost.attention(n, n) for n, ms in RECORDED_PREFILLS.items() if n >= PROMPTS_FROM}
+    linear = few | many
+    return replace(cost, linear_tokens=tuple(linear), linear_seconds=tuple(linear.values()))
 
 
 def as_recorded(cost: CostModel, *, hidden: bool) -> CostModel:

@@ -1,16 +1,17 @@
 """Pensieve's Figure 10 over HTTP: both tiers and the device's cache alone, at rising rates.
 
 usage: python -m benchmarks.papers.pensieve_served [--rates 6 8 10 12 14] [--modes device tiers] [--phase 14]
-                                                   [--json FILE] [--small]
+                                                   [--shape opt-13b --context 16384] [--json FILE] [--small]
        python -m benchmarks.papers.pensieve_served --draw FILE ... --png PICTURE
 
-For each mode `holdfast serve` runs a Llama-3-8B shape with random weights. Conversations with ShareGPT's lengths
-(§6.1, Table 2) arrive by a Poisson process whose rate, in new conversations per second, rises by phases of `--phase`
-seconds without a pause between them. A client sends a turn once it has the previous answer and has thought for
-`--think` seconds on average, with all earlier tokens (`return_token_ids`). The last part of a phase counts (`COUNTED`):
-the requests that end in it per second, and their time from sending to the answer divided by the tokens of the answer.
-An answer comes whole: the paper's metric needs no first token, and clients would be late for 15,000 chunks a second.
-`--small` runs a small model on a CPU with shorter turns. `--draw` plots the results of earlier runs in one picture.
+For each mode `holdfast serve` runs a Llama-3-8B shape (or `--shape`) with random weights. Conversations with ShareGPT's
+lengths (§6.1, Table 2) arrive by a Poisson process whose rate, in new conversations per second, rises by phases of
+`--phase` seconds without a pause between them. A client sends a turn once it has the previous answer and has thought
+for `--think` seconds on average, with all earlier tokens (`return_token_ids`). The last part of a phase counts
+(`COUNTED`): the requests that end in it per second, and their time from sending to the answer divided by the tokens of
+the answer. An answer comes whole: the paper's metric needs no first token, and clients would be late for 15,000 chunks
+a second. `--small` runs a small model on a CPU with shorter turns. `--draw` plots the results of earlier runs in one
+picture.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -35,7 +37,8 @@ from benchmarks.engine.served_pace import CLIENTS, SPAWN, checkpoint, served
 from benchmarks.lib.invocation import provenance
 from holdfast.lab.metrics import percentile
 from holdfast.lab.reports.plots import Line, Panel, panels, png
-from holdfast.lab.simulator.shapes import ModelShape
+from holdfast.lab.simulator.devices import look_up
+from holdfast.lab.simulator.shapes import MODELS, ModelShape
 
 COUNTED = 0.7
 """Share of a phase, at its end, that counts."""
@@ -207,6 +210,9 @@ def main() -> None:
     parser.add_argument("--device-gb", type=float, default=16.0)
     parser.add_argument("--host-gb", type=float, default=32.0)
     parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument(
+        "--context", type=int, help="most tokens of a conversation, 16384 in the paper; the shape's own"
+    )
     parser.add_argument("--small", action="store_true", help="a small model and turns an eighth as long, for a CPU")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="JSON of earlier runs to plot")
@@ -217,7 +223,8 @@ def main() -> None:
             parser.error("--draw takes --png, the picture to write")
         draw_served([row for file in args.draw for row in json.loads(file.read_text())["results"]], args.png)
         return
-    model = checkpoint(SMALL if args.small else args.shape)
+    shape = SMALL if args.small else look_up("model shape", MODELS, args.shape)
+    model = checkpoint(replace(shape, max_model_len=args.context) if args.context else shape)
     if args.small:
         args.device_gb, args.host_gb = 0.002, 0.02
     about, rows = provenance(), list[dict[str, Any]]()

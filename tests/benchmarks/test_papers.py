@@ -5,6 +5,7 @@ import pytest
 from benchmarks.lib.papers import (
     DECODED_AT,
     LAUNCH_SECONDS,
+    PROMPTS_FROM,
     RECORDED_DECODES,
     RECORDED_PREFILLS,
     deployed,
@@ -49,6 +50,16 @@ def test_recorded_steps_take_as_long_as_the_records(vary) -> None:
         assert 1e3 * cost.step([(1, DECODED_AT)] * rows) == pytest.approx(ms, rel=1e-3)
 
 
+@pytest.mark.parametrize("vary", [["prompts"], ["prompts", "launch"]])
+def test_steps_of_many_tokens_take_the_recorded_time_of_a_prompt_and_those_of_few_do_not(vary) -> None:
+    plain, cost = (deployed("yi-34b", each, **YI).profile.cost for each in (vary[1:], vary))
+    for tokens, ms in RECORDED_PREFILLS.items():
+        wanted = ms / 1e3 if tokens >= PROMPTS_FROM else plain.step([(tokens, tokens)])
+        assert cost.step([(tokens, tokens)]) == pytest.approx(wanted), tokens
+    decodes = [(1, 2048)] * 32
+    assert cost.step(decodes) == pytest.approx(plain.step(decodes))
+
+
 def test_what_a_recorded_decode_takes_beyond_the_derived_one_is_hidden_only_beside_a_prompt() -> None:
     plain, paid, hidden = (
         deployed("yi-34b", vary, **YI).profile.cost for vary in ([], ["recorded"], ["recorded", "hidden"])
@@ -62,8 +73,9 @@ def test_what_a_recorded_decode_takes_beyond_the_derived_one_is_hidden_only_besi
 
 
 def test_records_of_one_model_are_refused_for_another() -> None:
-    with pytest.raises(ValueError, match="recorded is of yi-34b with tp 2, not of mistral-7b"):
-        deployed("mistral-7b", ["recorded"], device="a100-80gb")
+    for name in ("recorded", "prompts"):
+        with pytest.raises(ValueError, match=f"{name} is of yi-34b with tp 2, not of mistral-7b"):
+            deployed("mistral-7b", [name], device="a100-80gb")
 
 
 @pytest.mark.parametrize(("model", "layout"), [("yi-34b", YI), ("llama-2-70b", PIPELINE)])

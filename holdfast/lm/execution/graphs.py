@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from holdfast.lm.models.base import NO_STATES, CapturableModel, RecurrentStep, S
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.memset_nodes import MemsetNodes
+
+log = logging.getLogger("holdfast.engine")
 
 KINDS = (1, 4, 16, 32, 64)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
@@ -304,14 +307,26 @@ class StepGraphs:
         """Run `work` once, then capture it."""
         with nullcontext() if self._group is None else self._group.alone():
             metadata = self._rehearse(work, size, segments)
-        memsets = self._memsets if size > KINDS[-1] else None  # the library computes no smaller products
+        graph = self._captured(work, size, metadata, self._memsets if size > KINDS[-1] else None)
+        return Captured(graph, metadata)
+
+    def _captured(
+        self, work: Callable[[int, StepMetadata], None], size: int, metadata: StepMetadata, memsets: MemsetNodes | None
+    ) -> torch.cuda.CUDAGraph:
+        """The graph of `work`, without memsets where they can be replaced. Up to 64 tokens, no product has one."""
         graph = torch.cuda.CUDAGraph(keep_graph=memsets is not None)
         with capture(graph, self._pool):
             work(size, metadata)
-        if memsets is not None:
+        if memsets is None:
+            return graph
+        try:
             memsets.replace(graph)
-            graph.instantiate()
-        return Captured(graph, metadata)
+        except (RuntimeError, TypeError) as error:  # a driver or a version of its bindings that is not known
+            log.warning("holdfast: memsets stay in the graphs of steps, which takes some microseconds each: %s", error)
+            self._memsets = None
+            return self._captured(work, size, metadata, None)
+        graph.instantiate()
+        return graph
 
     def _rehearsal(self, work: Callable[[int, StepMetadata], None], size: int, segments: int | None = None) -> None:
         """`_rehearse` without its result."""

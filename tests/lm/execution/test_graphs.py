@@ -239,6 +239,33 @@ def test_memsets_of_large_steps_are_replaced_before_their_graph_can_run(monkeypa
         done.clear()
 
 
+def test_a_graph_is_captured_again_with_its_memsets_if_they_cannot_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured: list[bool] = []
+
+    class Graph:
+        def __init__(self, keep_graph: bool) -> None:
+            captured.append(keep_graph)
+
+    def replace(graph: Graph) -> int:
+        raise RuntimeError("cuGraphAddKernelNode failed with CUDA_ERROR_NOT_SUPPORTED on a captured graph")
+
+    spec = SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu"))
+    nodes = SimpleNamespace(replace=replace)
+    monkeypatch.setattr("holdfast.lm.execution.graphs.memset_nodes", lambda device: nodes)
+    monkeypatch.setattr("holdfast.lm.execution.graphs.capture", lambda *given: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    many = KINDS[-1] + 8
+    sizes = GraphSizes(decodes=(many, many + 8), tokens=(), rows=(many,), segments=())
+    graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), MagicMock(), [], sizes)  # type: ignore[arg-type]
+    monkeypatch.setattr(graphs, "_decode", lambda *given: None)
+    for size in (many, many + 8):
+        graphs._capture_decode(size)
+    assert captured == [True, False, False]
+    assert [record.getMessage() for record in caplog.records if "CUDA_ERROR_NOT_SUPPORTED" in record.getMessage()]
+
+
 @pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])
 def test_mixed_steps_are_padded_by_an_eighth_or_a_tile(budget: int) -> None:
     sizes = GraphSizes.of(256, budget).tokens

@@ -341,7 +341,7 @@ def test_words_are_explained_at_the_focus_and_closed_parts_stay_closed(page: Any
 
 
 LIVE_LOOKS, SIDE_BY_SIDE_LOOKS = (("light", 1280), ("dark", 390)), (("dark", 1280), ("light", 390))
-"""Schemes and widths in which a view is checked. Each view has each scheme and each width; axe takes a second for one."""
+"""Schemes and widths in which a view is checked. Each view has each of both; axe takes a second for one look."""
 
 
 def test_axe_finds_nothing_serious_live_and_side_by_side(

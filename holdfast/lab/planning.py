@@ -466,20 +466,23 @@ def make_capacity_plan(
     layouts: Sequence[Layout],
     policies: Sequence[Policy],
     jobs: int,
-    on_progress: Callable[[int], None],
+    on_begin: Callable[[Sequence[Candidate]], None],
+    on_end: Callable[[Evaluation], None],
 ) -> list[Evaluation]:
     """Evaluate every layout under the first policy, then every other policy on the best layout.
 
-    Uses at most `jobs` processes. `on_progress` receives the number of evaluations done, of `len(layouts) +
-    len(policies) - 1`.
+    Uses at most `jobs` processes. `on_begin` receives the candidates of each of the two rounds before it, and `on_end`
+    each of the `len(layouts) + len(policies) - 1` evaluations.
     """
     evaluations: list[Evaluation] = []
     with evaluator(question, min(jobs, max(len(layouts), len(policies)))) as evaluate_all:
 
         def collect(candidates: Sequence[Candidate]) -> None:
+            if candidates:
+                on_begin(candidates)
             for evaluation in evaluate_all(candidates):
                 evaluations.append(evaluation)
-                on_progress(len(evaluations))
+                on_end(evaluation)
 
         collect([Candidate(*policies[0], *layout) for layout in layouts])
         best = (best_of(evaluations) or evaluations[0]).candidate

@@ -1,6 +1,7 @@
 """`holdfast plan` as a user calls it: its advice, the command that it prints, and messages for wrong calls."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -74,8 +75,13 @@ def test_a_plan_simulates_all_replicas_with_a_router(profile, tmp_path, capsys):
     out = tmp_path / "plan.json"
     options = ("--profile", profile, *SMALL, "--schedulers", "stall-free", "--devices", "2", "--routing", "priced")
     assert plan(*options, "--json", str(out)) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "with a priced router: 2 replicas sustain" in shown
+    began, first, next_round, second, together = said.splitlines()
+    assert began == "simulating stall-free, 18 ms on 1 device …", "without a terminal, each step has a line"
+    assert re.fullmatch(r"1 of 2, after \d+ s: stall-free, 18 ms on 1 device: [\d.]+ conversations .*", first)
+    assert next_round == "simulating stall-free, 64 tokens on 1 device …" and second.startswith("2 of 2, after ")
+    assert together == "simulating 2 replicas together, with a priced router …"
     parsed(shown.strip().splitlines()[-1])
     written = json.loads(out.read_text())
     best = max(row["fleet_capacity"] for row in written["candidates"])

@@ -58,7 +58,14 @@ from holdfast.engine.ranks.paged import (
     with_sequences,
 )
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
-from holdfast.lm.choice import compose_scheduler, describe_budget, make_planning, make_scheduler, steps_in_flight
+from holdfast.lm.choice import (
+    compose_scheduler,
+    describe_budget,
+    describe_target,
+    make_planning,
+    make_scheduler,
+    steps_in_flight,
+)  # fmt: skip
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -242,7 +249,9 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
         served.handlers.extend(builder.handlers(served))
     served.handlers.append(refusing(parts, served.handlers))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy))
-    note = describe_budget(config, shape, cost)
+    if too_low := describe_target(config, cost, contracts=config.contracts != "off"):
+        log.warning("holdfast: %s", too_low)
+    note = describe_budget(config, shape, cost) or too_low  # a target excludes a fixed budget
     profile_path = next((str(path) for path, _ in profiles if path.is_file()), "")
     info = describe(site, memory, shape, builders, profile_path, note)
     return Engine(loop, info, tuple(served.handlers), site.ranks)

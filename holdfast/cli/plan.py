@@ -182,7 +182,7 @@ def run(
     advice = recommend(evaluations, question.engine, named, most_devices(question), config.router)
     fleet = None
     if best is not None:
-        advice.insert(1, describe_load(best.figures))
+        advice[1:1] = [describe_load(best.figures), *filter(None, [best.beyond])]
     contracts = None
     if best is not None and asks_contracts(question.workload):
         stage("searching the rate at which contracts are kept")

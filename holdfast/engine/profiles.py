@@ -150,6 +150,22 @@ class CostProfile:
         """The executor that it was measured on."""
         return "paged" if self.rows is None else "padded"
 
+    def beyond(self, decodes: int, tokens: int) -> str:
+        """How far steps of up to so many decodes and tokens exceed the measured ones, in words.
+
+        Empty if they do not, or if the extent of the measurement is unknown.
+        """
+        pairs = (decodes, self.max_decodes, "sequences that decode"), (tokens, self.max_step_tokens, "tokens")
+        larger = [each for each in pairs if 0 < each[1] < each[0]]
+        if not larger:
+            return ""
+        held = " and ".join(f"{count:,} {what}" for count, _, what in larger)
+        measured = " and ".join(f"{most:,}" for _, most, _ in larger)
+        return (
+            f"steps held up to {held}, and the profile was measured with at most {measured}: longer times are "
+            "extrapolated; measure it with a larger --max-sequences or --token-budget"
+        )
+
     def require(self, config: EngineConfig) -> None:
         """Raises ValueError, with both values, if the engine's executor, weights, cache or layout differ from these.
 

@@ -102,6 +102,13 @@ def test_routing_that_cannot_be_simulated_is_named(profile, capsys, options, mes
     assert message in capsys.readouterr().err
 
 
+def test_a_plan_notes_steps_beyond_those_of_its_profile(tmp_path, capsys):
+    replace(PROFILE, max_decodes=1, max_step_tokens=48).save(tmp_path / "small.json")
+    assert plan("--profile", str(tmp_path / "small.json"), *SMALL, "--schedulers", "stall-free") == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "extrapolated" in line]
+    assert "sequences that decode and " in note and note.count("measured with at most 1 and 48") == 1
+
+
 def test_the_same_seed_gives_the_same_plan(profile, tmp_path):
     tables = []
     for name in ("a.json", "b.json"):

@@ -33,9 +33,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def add_invocation_route(app: FastAPI, service: Service) -> None:
     """Add POST /invocations, over the routes of ROUTES, which must have been added before."""
     posted: dict[str, Endpoint] = {
-        route.path: route.endpoint
-        for route in app.routes
-        if isinstance(route, APIRoute) and "POST" in route.methods
+        route.path: route.endpoint for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods
     }
     endpoints = {path: posted[path] for path in ROUTES.values()}
 

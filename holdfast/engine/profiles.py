@@ -151,7 +151,7 @@ class CostProfile:
         return "paged" if self.rows is None else "padded"
 
     def beyond(self, decodes: int, tokens: int) -> str:
-        """How far steps of up to so many decodes and tokens exceed the measured ones, in words.
+        """How far steps of up to `decodes` and `tokens` exceed the measured ones, in words.
 
         Empty if they do not, or if the extent of the measurement is unknown.
         """
@@ -351,7 +351,7 @@ class StoredProfiles:
             if place == self.folder or place.is_symlink():
                 continue
             files = [path for path in place.glob("*") if PROFILE_NAME.fullmatch(path.name)]
-            with suppress(OSError):  # What cannot be removed does no harm.
+            with suppress(OSError):  # A file that cannot be removed does no harm.
                 for path in (*files, *(place.with_name(f"{place.name}{end}") for end in (".json", ".lock"))):
                     path.unlink(missing_ok=True)
                 place.rmdir()

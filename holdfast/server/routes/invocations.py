@@ -33,7 +33,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def add_invocation_route(app: FastAPI, service: Service) -> None:
     """Add POST /invocations, over the routes of ROUTES, which must have been added before."""
     posted: dict[str, Endpoint] = {
-        route.path: route.endpoint for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods
+        route.path: route.endpoint
+        for route in app.routes
+        if isinstance(route, APIRoute) and "POST" in (route.methods or ())
     }
     endpoints = {path: posted[path] for path in ROUTES.values()}
 
@@ -47,7 +49,8 @@ def add_invocation_route(app: FastAPI, service: Service) -> None:
 
         small = len(body) < SMALL and not encoding
         path = target() if small else await service.off_loop(LARGE if encoding else len(body), target)
-        request.scope["path"] = path  # From here on it is a request of that route: for errors, metrics and the log.
+        request.scope["path"] = path  # From here on it is a request of that route, for errors and metrics.
+        request.state.answered_as = path  # Layers outside may have another scope, with the same state.
         return await endpoints[path](Request(request.scope, replayed(body, request.receive)))
 
 

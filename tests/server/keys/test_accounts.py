@@ -92,6 +92,21 @@ class TestServed:
             assert answer.headers["x-ratelimit-remaining-requests"] == "0"
             assert answer.headers["retry-after"] == "20"
 
+    async def test_an_invocation_is_usage_of_the_kind_of_its_body(
+        self, listening: Any, official: Official, store: str, keys: Stored
+    ) -> None:
+        keys.add("acme", "k")
+        keys.add("ops", "boss", "operator")
+        began = int(time.time())
+        async with listening(store=store) as server, httpx.AsyncClient(base_url=server.url, headers=bearer("k")) as api:
+            assert (await api.post("/invocations", json=HELLO)).status_code == 200
+            assert (await api.post("/invocations", json={"input": "x"})).status_code == 400
+            operator = official(server.url, "boss")
+            for kind, tokens in (("completions", PROMPT), ("embeddings", 0)):
+                asked = f"/organization/usage/{kind}?start_time={began}"
+                (result,) = (await usage(operator, asked, requests=1))["data"][0]["results"]
+                assert result["input_tokens"] == tokens
+
     async def test_a_prompt_beyond_the_tokens_left_is_refused_at_arrival(
         self, listening: Any, client: FakeClient, official: Official, store: str, keys: Stored
     ) -> None:

@@ -1,4 +1,4 @@
-"""POST /invocations answers each body as the route that the body is for, with that route's errors, counts and metrics."""
+"""POST /invocations answers each body as the route that it is for, with that route's errors, limits and metrics."""
 
 from __future__ import annotations
 

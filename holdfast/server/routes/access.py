@@ -205,7 +205,7 @@ class Meter:
         state = scope["state"]
         usage: RequestUsage = (state.get("usage") if computed else None) or RequestUsage()
         background: asyncio.Task[None] | None = state.get("background")
-        kind = METERED.get(state.get("answered_as", scope["path"]), "")
+        kind = METERED.get(scope["path"], "")
         if background is None:
             self._settle(charge, kind, usage)
         else:

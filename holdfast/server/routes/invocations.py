@@ -49,8 +49,7 @@ def add_invocation_route(app: FastAPI, service: Service) -> None:
 
         small = len(body) < SMALL and not encoding
         path = target() if small else await service.off_loop(LARGE if encoding else len(body), target)
-        request.scope["path"] = path  # From here on it is a request of that route, for errors and metrics.
-        request.state.answered_as = path  # Layers outside may have another scope, with the same state.
+        request.scope["path"] = path  # From here on it is a request of that route: for errors, usage and metrics.
         return await endpoints[path](Request(request.scope, replayed(body, request.receive)))
 
 

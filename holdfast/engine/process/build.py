@@ -239,7 +239,8 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
     builders = [part(site) for part in wanted]
     memory, shape = allocate(site, builders)
     pace = pace_of(config, site.device.kind, memory.device, shape.executor)
-    steps_library = library_of(site.device.kind, shape.executor, present=bool(library()))
+    on_cpu = site.device.kind == "cpu"
+    steps_library = library_of(site.device.kind, shape.executor, present=on_cpu and bool(library()))
     stored = StoredProfiles(site.checkpoint.directory, site.device.precision, pace, steps_library)
     profiles = find_profiles(site, shape, stored, builders)
     cost = next((profile.cost for _, profile in profiles), None)

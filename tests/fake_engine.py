@@ -58,6 +58,8 @@ def told(token: int, count: int) -> tuple[TokenLogprobs, ...]:
 class FakeText:
     """A tokenizer with one token for each character; an answer's tokens are its words' numbers."""
 
+    special = frozenset({END})
+
     def __init__(self, opening: str = "", template: str = "") -> None:
         self.opening = opening
         """The text that the template puts before an answer."""

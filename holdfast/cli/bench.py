@@ -137,7 +137,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
     runs = bench.runs
     figures = [run.figures for run in runs]
     show_figures(console, figures)
-    for line in bench.warnings:
+    for line in (*bench.warnings, *filter(None, [target.note()])):
         console.print(Text(line), soft_wrap=True)
     if capacity is not None:
         console.print(describe_capacity(config, capacity, base, figures), soft_wrap=True)

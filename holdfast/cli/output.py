@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -32,6 +33,42 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
                 bar.update(task.id, completed=done)
 
         yield update
+
+
+class Steps:
+    """Reports on a few long steps on standard error: by a bar on a terminal, and elsewhere by a line for each event."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total, self._done = title, total, 0
+        self._notes = Console(stderr=True, highlight=False)
+        self._clock = time.monotonic
+        self._began = self._clock()
+        self._on_bar: Callable[[int], None] | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the bar, on a terminal."""
+        if not self._notes.is_terminal:
+            yield
+            return
+        with progress_bar(self._title, self._total) as self._on_bar:
+            yield
+
+    def begin(self, what: str) -> None:
+        """Report what begins, unless there is a bar."""
+        if self._on_bar is None:
+            self._say(f"{self._title} {what} …")
+
+    def end(self, result: str) -> None:
+        """Report the result of the next step that has ended."""
+        self._done += 1
+        if self._on_bar is not None:
+            self._on_bar(self._done)
+        else:
+            self._say(f"{self._done} of {self._total}, after {self._clock() - self._began:.0f} s: {result}")
+
+    def _say(self, line: str) -> None:
+        self._notes.print(Text(line), soft_wrap=True)
 
 
 def check_outputs(*files: str | None, report: str | None, plots: str | None) -> None:

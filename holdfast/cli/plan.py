@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.flags import flag_of, require_at_least_1, require_positive
-from holdfast.cli.output import changed_options, check_outputs, progress_bar
+from holdfast.cli.output import Steps, changed_options, check_outputs, stage_printer
 from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
 from holdfast.cluster.local_spawner import cores
 from holdfast.cluster.routing import POLICIES, RouterName
@@ -168,22 +168,29 @@ def run(
     policies = planning.make_policies(config.policies, config.token_budgets, config.slo_tbt)
     console = Console(highlight=False)
     console.print(Text(describe(question, workload)), soft_wrap=True)
-    with progress_bar("simulating", len(layouts) + len(policies) - 1) as on_progress:
+    steps, stage = Steps("simulating", len(layouts) + len(policies) - 1), stage_printer(Console(stderr=True))
+    with steps.shown():
         jobs = config.jobs or os.cpu_count() or 1
-        evaluations = planning.make_capacity_plan(question, layouts, policies, jobs, on_progress)
+        evaluations = planning.make_capacity_plan(
+            question, layouts, policies, jobs,
+            lambda candidates: steps.begin("; ".join(f"{each.policy} on {each.layout}" for each in candidates)),
+            lambda evaluation: steps.end(describe_evaluation(evaluation)),
+        )  # fmt: skip
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
     named = BUILTIN_MODEL if question.model == BUILTIN_MODEL else model
     advice = recommend(evaluations, question.engine, named, most_devices(question), config.router)
     fleet = None
     if best is not None:
-        advice.insert(1, describe_load(best.figures))
+        advice[1:1] = [describe_load(best.figures), *filter(None, [best.beyond])]
     contracts = None
     if best is not None and asks_contracts(question.workload):
+        stage("searching the rate at which contracts are kept")
         contracts = evaluate_contracts(question, best)
         show_contracts(console, contracts)
         advice.insert(1, describe_contracts(contracts, best.replicas))
     if config.router is not None and best is not None and best.replicas > 1:
+        stage(f"simulating {best.replicas} replicas together, with a {config.router} router")
         fleet = evaluate_fleet(question, best, config.router, config.replica_link or REPLICA_LINK)
         advice.insert(1, describe_fleet(fleet, best))
     for line in advice:
@@ -270,6 +277,12 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
         f"{model} on {question.devices} x {question.device}, {precision}, {workload.title}, "
         f"P99 TBT within {question.tbt_ms:g} ms, P99 TTFT {within}"
     )
+
+
+def describe_evaluation(evaluation: Evaluation) -> str:
+    """Return an evaluation as one line of text."""
+    found = f"{evaluation.capacity:.3g} conversations a second a replica" if evaluation.capacity else evaluation.reason
+    return f"{evaluation.candidate.policy} on {evaluation.candidate.layout}: {found}"
 
 
 def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:

@@ -61,6 +61,8 @@ class Target:
     """Maximum number of tokens of a sequence; None if it is unknown."""
     run: Callable[[Workload, str], Ran]
     """Runs a workload under a title for the progress bar. On a real target, each run sends different prompt tokens."""
+    note: Callable[[], str] = str
+    """Returns how far the steps of all runs so far exceed those of a measured profile; empty if they do not."""
 
 
 async def untimed() -> StageTimes:
@@ -226,6 +228,9 @@ def simulated_engine(
     With `tells_pauses`, it hears what clients know of pauses.
     """
 
+    sizes = list[tuple[int, int]]()
+    """Largest numbers of decodes and tokens of a step, of each run."""
+
     def run(workload: Workload, title: str) -> Ran:
         logs = list[StepLog]()
         with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:
@@ -238,7 +243,7 @@ def simulated_engine(
                 trace = Trace(config.trace, clock, suspends=suspends, planner=planner, about=about)
                 return [*logs, open_files.enter_context(closing(trace))]
 
-            records = simulate(
+            outcome = simulate(
                 config,
                 profile,
                 workload,
@@ -249,13 +254,17 @@ def simulated_engine(
                 on_progress=on_progress,
                 disk_rate=disk_rate,
                 tells_pauses=tells_pauses,
-            ).records
+            )
+        sizes.append((outcome.most_decodes, outcome.most_tokens))
         times = StageTimes()
         for log in logs:
             steps = log.take()
             times.add(steps.under_way, steps.stages)
-        return Ran(records, times.idle())
+        return Ran(outcome.records, times.idle())
+
+    def note() -> str:
+        return profile.beyond(*(max(column) for column in zip(*sizes, strict=True))) if sizes else ""
 
     model = profile.cost.model
     name = f"{model} on {profile.cost.device}, {profile.precision}, simulated"
-    return Target(name, model, context_length(config, profile), run)
+    return Target(name, model, context_length(config, profile), run, note)

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
@@ -37,6 +37,9 @@ MEASURED = 5
 CONTEXT_REACH = 2
 """How many times the longest measured context a longer one may be. Attention's time is linear in the context, and the
 size of a cache may differ a little between two starts."""
+
+PROFILE_NAME = re.compile(r"(measured|estimated)-\d+-decodes-\d+-tokens-\d+-context\.json|lock")
+"""Names of the files in a folder of stored profiles."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -146,6 +149,22 @@ class CostProfile:
     def executor(self) -> ExecutorName:
         """The executor that it was measured on."""
         return "paged" if self.rows is None else "padded"
+
+    def beyond(self, decodes: int, tokens: int) -> str:
+        """How far steps of up to `decodes` and `tokens` exceed the measured ones, in words.
+
+        Empty if they do not, or if the extent of the measurement is unknown.
+        """
+        pairs = (decodes, self.max_decodes, "sequences that decode"), (tokens, self.max_step_tokens, "tokens")
+        larger = [each for each in pairs if 0 < each[1] < each[0]]
+        if not larger:
+            return ""
+        held = " and ".join(f"{count:,} {what}" for count, _, what in larger)
+        measured = " and ".join(f"{most:,}" for _, most, _ in larger)
+        return (
+            f"steps held up to {held}, and the profile was measured with at most {measured}: longer times are "
+            "extrapolated; measure it with a larger --max-sequences or --token-budget"
+        )
 
     def require(self, config: EngineConfig) -> None:
         """Raises ValueError, with both values, if the engine's executor, weights, cache or layout differ from these.
@@ -289,14 +308,17 @@ class StoredProfiles:
     steps, is kept for such engines, and a larger engine gets its own.
     """
 
-    def __init__(self, checkpoint: Path, precision: str, device: str) -> None:
-        """`checkpoint` is the model's directory.
+    def __init__(self, checkpoint: Path, precision: str, device: str, library: str = "") -> None:
+        """`checkpoint` is the model's directory. `library` says if steps use a library that may be absent; empty: none.
 
         The folder's name is readable and ends with a digest of config.json and the other arguments, which separates
         models of one name.
         """
-        state = [read_text(checkpoint / "config.json", JSON_LIMIT), precision, device, MEASURED]
-        self.folder = _cached(f"{checkpoint.name} {precision} {device}", state)
+        state = [read_text(checkpoint / "config.json", JSON_LIMIT), precision, device]
+        name = f"{checkpoint.name} {precision} {device}"
+        self.folder = _cached(f"{name} {library}", [*state, MEASURED, *([library] if library else [])])
+        # Until version 5, no profile was kept by its library.
+        self._earlier = [_cached(name, [*state, version]) for version in range(1, MEASURED + 1)]
 
     def path(self, profile: CostProfile) -> Path:
         """The file where this profile is stored. Estimates have their own, so none replaces a full measurement."""
@@ -319,6 +341,20 @@ class StoredProfiles:
             if profile.extent.covers(extent) and (profile.measured or not in_full):
                 found.append((path, profile))
         return min(found, key=lambda each: (not each[1].measured, each[1].extent), default=None)
+
+    def remove_earlier(self) -> None:
+        """Remove the profiles of this model, precision and device that earlier versions stored, which nothing reads.
+
+        Files that Holdfast did not name stay, and so do their folders.
+        """
+        for place in self._earlier:
+            if place == self.folder or place.is_symlink():
+                continue
+            files = [path for path in place.glob("*") if PROFILE_NAME.fullmatch(path.name)]
+            with suppress(OSError):  # A file that cannot be removed does no harm.
+                for path in (*files, *(place.with_name(f"{place.name}{end}") for end in (".json", ".lock"))):
+                    path.unlink(missing_ok=True)
+                place.rmdir()
 
     @contextmanager
     def held(self, *, required: bool) -> Iterator[None]:

@@ -296,6 +296,8 @@ class Evaluation:
     """Cost of a million generated tokens at that rate; None without a price or without capacity."""
     reason: str = ""
     """The reason why there is no capacity; empty if there is some."""
+    beyond: str = ""
+    """How far the steps of that run exceed those of the measured profile, in words; empty if they do not."""
     fits: bool = True
     """Whether the candidate can run at all. If not, no policy can run on its layout."""
 
@@ -323,11 +325,14 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
             raise ValueError(f"{TOO_LONG} of {longest:,} tokens")
         left_out = LeftOut.of(question.workload, base).figures()
         runs: dict[float, dict[str, Any]] = {}
-
-        def run(arriving: Workload) -> list[Record]:
-            return simulate(engine, profile, arriving, pipeline=deployment.pipeline).records
+        beyond: dict[float, str] = {}
 
         def run_at(rate: float) -> dict[str, Any]:
+            def run(arriving: Workload) -> list[Record]:
+                outcome = simulate(engine, profile, arriving, pipeline=deployment.pipeline)
+                beyond[rate] = profile.beyond(outcome.most_decodes, outcome.most_tokens)
+                return outcome.records
+
             runs[rate] = question.run_at(base, rate, run)
             return runs[rate]
 
@@ -342,7 +347,7 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
     figures = runs[capacity] | left_out
     output_rate = capacity * figures["total_output_tokens"] / figures["num_conversations"]
     cost = None if question.price is None else question.price * candidate.devices / 3600 / output_rate * 1e6
-    return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
+    return Evaluation(candidate, capacity, figures, output_rate, replicas, cost, beyond=beyond[capacity])
 
 
 def without_contracts(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
@@ -466,20 +471,23 @@ def make_capacity_plan(
     layouts: Sequence[Layout],
     policies: Sequence[Policy],
     jobs: int,
-    on_progress: Callable[[int], None],
+    on_begin: Callable[[Sequence[Candidate]], None],
+    on_end: Callable[[Evaluation], None],
 ) -> list[Evaluation]:
     """Evaluate every layout under the first policy, then every other policy on the best layout.
 
-    Uses at most `jobs` processes. `on_progress` receives the number of evaluations done, of `len(layouts) +
-    len(policies) - 1`.
+    Uses at most `jobs` processes. `on_begin` receives the candidates of each of the two rounds before it, and `on_end`
+    each of the `len(layouts) + len(policies) - 1` evaluations.
     """
     evaluations: list[Evaluation] = []
     with evaluator(question, min(jobs, max(len(layouts), len(policies)))) as evaluate_all:
 
         def collect(candidates: Sequence[Candidate]) -> None:
+            if candidates:
+                on_begin(candidates)
             for evaluation in evaluate_all(candidates):
                 evaluations.append(evaluation)
-                on_progress(len(evaluations))
+                on_end(evaluation)
 
         collect([Candidate(*policies[0], *layout) for layout in layouts])
         best = (best_of(evaluations) or evaluations[0]).candidate

@@ -158,6 +158,23 @@ def describe_budget(config: CoreConfig, shape: EngineShape, cost: CostModel | No
     return "; ".join(notes)
 
 
+def describe_target(config: CoreConfig, cost: CostModel | None, *, contracts: bool) -> str:
+    """Why no stream can keep the TBT target, in words; empty if one can, or without a target.
+
+    The smallest step computes one token of one sequence. `contracts`: whether requests may ask for a contract.
+    """
+    if config.tbt_seconds is None or cost is None:
+        return ""
+    smallest = cost.step([(1, 1)])
+    if config.tbt_seconds >= smallest:
+        return ""
+    refused = ", and every contract is refused" if contracts else ""
+    return (
+        f"the TBT target of {config.tbt_seconds * 1000:g} ms is below the smallest step, which takes "
+        f"{smallest * 1000:.3g} ms here, so every token is late{refused}"
+    )
+
+
 def check_rows(config: CoreConfig, shape: EngineShape, rows: RowShape) -> None:
     """Raise ValueError for a configuration that padded rows of this shape cannot follow."""
     if config.scheduler in ("shaping", "orca") and not rows.abilities.shaping:

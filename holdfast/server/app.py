@@ -40,7 +40,7 @@ from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.metrics import Metrics
 from holdfast.server.ollama.protocol import OllamaChat, OllamaPrompt
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference, is_ollama
 from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
@@ -58,6 +58,7 @@ from holdfast.server.routes.generation import (
 )  # fmt: skip
 from holdfast.server.routes.http import JSON, BodyBudget, error_body
 from holdfast.server.routes.inference import add_inference_routes
+from holdfast.server.routes.invocations import add_invocation_route
 from holdfast.server.routes.jobs import (
     UPLOAD,
     add_batch_routes,
@@ -178,6 +179,7 @@ def create_app(
         add_message_routes(app, service)
         add_embedding_route(app, service)
         add_similarity_routes(app, service)
+        add_invocation_route(app, service)
         add_ollama_routes(app, service)
         add_token_routes(app, service)
         add_usage_routes(app, held, ring, config)
@@ -356,6 +358,9 @@ class BrowserCheck:
         # A binary body needs a CORS preflight. A request without a type is harmless unless a browser sends its origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
         if (is_inference(scope["path"]) or is_weights_path(scope["path"])) and harmless:
+            return None
+        # Ollama takes a body of any declared type, and curl declares a form. Browsers name the site that they send for.
+        if is_ollama(scope["path"]) and not headers.keys() & {b"origin", b"sec-fetch-site"}:
             return None
         if (scope["method"], scope["path"]) == ("POST", UPLOAD) and kind == b"multipart/form-data":
             return None

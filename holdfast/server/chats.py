@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.protocol import ChatRequest, Metadata, RequestBody
 from holdfast.server.replies import Reply
+
+
+def new_id() -> str:
+    """Return an unguessable end of a stored completion's id, in 32 hexadecimal digits.
+
+    Half of them are the time in nanoseconds, so the ids of a server are in alphabetical order of their creation.
+    """
+    return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 class ChatUpdate(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):

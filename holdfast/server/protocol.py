@@ -272,6 +272,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Words that the answer may not have, at its beginning or after a space. Each is up to two token sequences."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
     """The only tokens that may be drawn; None: all."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text in the answer."""
     include_stop_str_in_output: bool = False
     """Whether the answer's text ends with the stop string that ended it, instead of before it."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -454,7 +456,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "chat_template": (),
         "modalities": (["text"],),
         "prediction": (),
-        "skip_special_tokens": (True,),
         "suffix": ("",),
         "web_search_options": (),
         # Fields of vLLM and SGLang, whose clients send all of them with their defaults.

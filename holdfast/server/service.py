@@ -534,6 +534,13 @@ class Answer:
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
 
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens whose names are text: those that the reading needs, or all if the client asks for them."""
+        return self.reading.shown | (
+            frozenset() if self.wanted.skip_special_tokens else self.service.client.text.special
+        )
+
     async def _echoing(
         self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[Delta, None]:
@@ -581,7 +588,7 @@ class Answer:
                 tenant=self.tenant,
                 adapter=self._adapter,
                 deadline=own if lane.deadline is None else lane.deadline,
-                shown=self.reading.shown,
+                shown=self.shown,
                 conversation=self.conversation,
                 batch=self.batch,
                 contract=self.contract,

@@ -53,6 +53,25 @@ def test_a_simulation_prints_metrics_and_writes_them_with_vllms_names(profile, t
     assert "throughput" in shown and "TBT" in shown
 
 
+def test_steps_beyond_the_measured_ones_are_noted_once_with_both_sizes(profile, tmp_path, capsys):
+    burst = ("--requests", "8", "--rates", "1,1000", "--prompt-tokens", "32", "--output-tokens", "9")
+    small, large = tmp_path / "small.json", tmp_path / "large.json"
+    replace(PROFILE, max_decodes=2, max_step_tokens=4096).save(small)
+    replace(PROFILE, max_decodes=8, max_step_tokens=4096).save(large)
+    notes = {}
+    for path in (str(small), str(large), profile):
+        assert bench("--simulate", path, *burst, "--max-sequences", "4") == 0
+        notes[path] = [line for line in capsys.readouterr().out.splitlines() if "extrapolated" in line]
+    assert notes == {
+        str(small): [
+            "steps held up to 4 sequences that decode, and the profile was measured with at most 2: longer times are "
+            "extrapolated; measure it with a larger --max-sequences or --token-budget"
+        ],
+        str(large): [],
+        profile: [],
+    }
+
+
 def test_a_profile_of_padded_rows_is_simulated_on_them_with_a_target_and_any_policy(rows, profile, tmp_path, capsys):
     out, common = tmp_path / "figures.json", ("--requests", "20", "--rates", "5", "--max-sequences", "16")
     for options in (("--tbt-target", "20ms"), ("--tbt-target", "20ms", "--token-budget", "auto"), SHAPED):

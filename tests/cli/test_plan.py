@@ -1,6 +1,7 @@
 """`holdfast plan` as a user calls it: its advice, the command that it prints, and messages for wrong calls."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -74,8 +75,13 @@ def test_a_plan_simulates_all_replicas_with_a_router(profile, tmp_path, capsys):
     out = tmp_path / "plan.json"
     options = ("--profile", profile, *SMALL, "--schedulers", "stall-free", "--devices", "2", "--routing", "priced")
     assert plan(*options, "--json", str(out)) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "with a priced router: 2 replicas sustain" in shown
+    began, first, next_round, second, together = said.splitlines()
+    assert began == "simulating stall-free, 18 ms on 1 device …", "without a terminal, each step has a line"
+    assert re.fullmatch(r"1 of 2, after \d+ s: stall-free, 18 ms on 1 device: [\d.]+ conversations .*", first)
+    assert next_round == "simulating stall-free, 64 tokens on 1 device …" and second.startswith("2 of 2, after ")
+    assert together == "simulating 2 replicas together, with a priced router …"
     parsed(shown.strip().splitlines()[-1])
     written = json.loads(out.read_text())
     best = max(row["fleet_capacity"] for row in written["candidates"])
@@ -94,6 +100,13 @@ def test_a_plan_simulates_all_replicas_with_a_router(profile, tmp_path, capsys):
 def test_routing_that_cannot_be_simulated_is_named(profile, capsys, options, message):
     assert plan("--profile", profile, *SMALL, *options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_notes_steps_beyond_those_of_its_profile(tmp_path, capsys):
+    replace(PROFILE, max_decodes=1, max_step_tokens=48).save(tmp_path / "small.json")
+    assert plan("--profile", str(tmp_path / "small.json"), *SMALL, "--schedulers", "stall-free") == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "extrapolated" in line]
+    assert "sequences that decode and " in note and note.count("measured with at most 1 and 48") == 1
 
 
 def test_the_same_seed_gives_the_same_plan(profile, tmp_path):

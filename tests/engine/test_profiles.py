@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.cell_cost import CellCost
+from holdfast.engine import profiles
 from holdfast.engine.profiles import (
     CellProfile,
     CellType,
@@ -91,6 +92,35 @@ def test_a_file_that_is_no_profile_is_passed_over_with_a_warning_that_names_it(m
     assert found(stored, 8, 512, 2048) == reaching(64)
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 2 and "a.json" in warned[0] and str(stored.path(reaching(8))) in warned[1]
+
+
+def test_the_profiles_of_earlier_versions_are_removed_and_nothing_else(model, monkeypatch):
+    kept = [StoredProfiles(model, "float32", "CPU", "no library"), StoredProfiles(model, "bfloat16", "CPU")]
+    earlier = []
+    for version in (profiles.MEASURED - 1, profiles.MEASURED):
+        with monkeypatch.context() as before:
+            before.setattr(profiles, "MEASURED", version)
+            earlier.append(StoredProfiles(model, "float32", "CPU"))
+    for each in (*earlier, *kept):
+        save(each, reaching(8), reaching(8, measured=True))
+        with each.held(required=True):
+            pass
+    files = [earlier[0].folder.with_name(f"{earlier[0].folder.name}{end}") for end in (".json", ".lock")]
+    for path in files:
+        path.write_text("{}")
+    note = earlier[1].folder / "note.json"
+    note.write_text("by hand")
+    StoredProfiles(model, "float32", "CPU", "library").remove_earlier()
+    assert not any(path.exists() for path in (earlier[0].folder, *files))
+    assert list(earlier[1].folder.iterdir()) == [note]
+    assert all(found(each, 8, 512, 2048) for each in kept)
+
+
+def test_a_profile_of_the_present_version_is_not_removed_by_its_own_engine(model):
+    stored = StoredProfiles(model, "float32", "H200")
+    save(stored, reaching(8))
+    stored.remove_earlier()
+    assert found(stored, 8, 512, 2048)
 
 
 def test_engines_that_start_together_measure_once(model):

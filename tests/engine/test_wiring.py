@@ -108,6 +108,13 @@ def test_the_engine_says_that_a_budget_is_rounded_to_whole_tiles(small):
     assert build(small(token_budget=32))[1].budget_note == ""
 
 
+def test_the_engine_warns_of_a_target_below_its_smallest_step(small, caplog):
+    _, info = build(small(tbt_target=0.001, token_budget=None))
+    assert info.budget_note.startswith("the TBT target of 0.001 ms is below the smallest step, which takes ")
+    assert caplog.messages == [f"holdfast: {info.budget_note}"]
+    assert build(small(tbt_target=10_000.0, token_budget=None))[1].budget_note == ""
+
+
 def test_the_paged_executor_runs_where_it_is_asked_for(small):
     loop, _ = build(small(executor="paged"))
     assert isinstance(loop.executor, PagedExecutor)

@@ -12,6 +12,7 @@ from holdfast.lm.choice import (
     capacity_of,
     choose_policy,
     describe_budget,
+    describe_target,
     make_policy,
     make_scheduler,
     steps_in_flight,
@@ -85,6 +86,23 @@ def test_a_fixed_budget_is_rounded_down_to_whole_tiles_unless_below_one(budget, 
 def test_what_becomes_of_a_token_budget_is_said_in_words(options, note):
     cost = replace(COST, linear_tokens=(1, 64, 65, 128), linear_seconds=(0.001, 0.002, 0.003, 0.003))
     assert describe_budget(EngineConfig(**options), SHAPE, cost) == note
+
+
+@pytest.mark.parametrize(
+    ("target", "contracts", "note"),
+    [
+        (0.9, True, "the TBT target of 0.9 ms is below the smallest step, which takes 4.1 ms here, so every token is "
+         "late, and every contract is refused"),
+        (4.05, False, "the TBT target of 4.05 ms is below the smallest step, which takes 4.1 ms here, so every token "
+         "is late"),
+        (4.2, True, ""),
+        (None, True, ""),
+    ],
+)  # fmt: skip
+def test_a_target_below_the_smallest_step_is_said_in_words(target, contracts, note):
+    config = EngineConfig(tbt_target=target)
+    assert describe_target(config, COST, contracts=contracts) == note
+    assert describe_target(config, None, contracts=contracts) == ""
 
 
 def test_an_automatic_budget_is_the_largest_multiple_of_the_tile_that_meets_the_target():

@@ -1076,6 +1076,17 @@ class TestBrowsers:
             headers = {"content-type": "application/json; charset=utf-8"}
             assert (await api.post(CHAT, content=json.dumps(HELLO), headers=headers)).status_code == 200
 
+    @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "", "text/plain"])
+    async def test_a_body_for_ollama_may_be_of_any_declared_type_if_no_browser_sends_it(
+        self, http: Http, client: FakeClient, kind: str
+    ) -> None:
+        body, as_curl = json.dumps({"prompt": "hello"}), {"content-type": kind}
+        async with http() as api:
+            for browsers in ({"origin": "http://localhost"}, {"sec-fetch-site": "same-origin"}):
+                refused = await api.post("/api/generate", content=body, headers=as_curl | browsers)
+                assert refused.status_code == 415 and not client.asked
+            assert (await api.post("/api/generate", content=body, headers=as_curl)).status_code == 200
+
 
 async def test_docs_describe_the_request_bodies(http: Http) -> None:
     async with http() as api:

@@ -264,7 +264,7 @@ async def test_a_negative_seed_is_a_seed_except_for_minus_one(http: Http, client
 async def test_fields_of_other_servers_are_taken_with_the_values_that_change_nothing(http: Http, path: str) -> None:
     neutral = {
         "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "detokenize": True,
-        "spaces_between_special_tokens": True, "skip_special_tokens": True, "documents": None, "vllm_xargs": {},
+        "spaces_between_special_tokens": True, "documents": None, "vllm_xargs": {},
         "separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "lora_path": None,
     }  # fmt: skip
     async with http() as api:

@@ -45,6 +45,15 @@ def test_a_stop_string_is_kept_on_request(serving: Serving) -> None:
     assert (kept.text, kept.finish_reason) == (cut + stop, "stop")
 
 
+def test_special_tokens_have_their_names_as_text_on_request(serving: Serving) -> None:
+    ends = {"allowed_token_ids": [1], "ignore_eos": True}
+    assert complete(serving, max_tokens=3, extra_body=ends).choices[0].text == ""
+    named = complete(serving, max_tokens=3, extra_body={**ends, "skip_special_tokens": False})
+    assert named.choices[0].text == "<|end|>" * 3
+    plain = complete(serving, extra_body={"skip_special_tokens": False})
+    assert plain.choices[0].text == complete(serving).choices[0].text, "the token that ends an answer is no part of it"
+
+
 def test_state_is_shared_only_between_requests_with_the_same_salt(serving: Serving) -> None:
     prompt = "The lighthouse keeper counted the ships that passed in the night. " * 4
 

@@ -79,7 +79,10 @@ class Text:
         contents = json.loads(written)
         self._longest = _longest_token(tokenizer, contents["model"])
         self._byte_level = "ByteLevel" in json.dumps(contents.get("decoder"))
-        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special = frozenset(token for token, kind in added.items() if kind.special)
+        """The ids of special tokens, which have no text in an answer unless a stream shows them."""
         self._spelled = Spelled(tokenizer)
         sources = {"chat": template, "tools": tool_template}
         self._templates = {

@@ -59,12 +59,20 @@ from holdfast.engine.ranks.paged import (
     with_sequences,
 )
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
-from holdfast.lm.choice import compose_scheduler, describe_budget, make_planning, make_scheduler, steps_in_flight
+from holdfast.lm.choice import (
+    compose_scheduler,
+    describe_budget,
+    describe_target,
+    make_planning,
+    make_scheduler,
+    steps_in_flight,
+)  # fmt: skip
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.kernels.integer.library import library
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
@@ -233,7 +241,9 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
     builders = [part(site) for part in wanted]
     memory, shape = allocate(site, builders)
     pace = pace_of(config, site.device.kind, memory.device, shape.executor)
-    stored = StoredProfiles(site.checkpoint.directory, site.device.precision, pace)
+    on_cpu = site.device.kind == "cpu"
+    steps_library = library_of(site.device.kind, shape.executor, present=on_cpu and bool(library()))
+    stored = StoredProfiles(site.checkpoint.directory, site.device.precision, pace, steps_library)
     profiles = find_profiles(site, shape, stored, builders)
     cost = next((profile.cost for _, profile in profiles), None)
     planning = make_planning(config, shape, cost, stages=config.pp, now=clock())
@@ -242,7 +252,9 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
         served.handlers.extend(builder.handlers(served))
     served.handlers.append(refusing(parts, served.handlers))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy))
-    note = describe_budget(config, shape, cost)
+    if too_low := describe_target(config, cost, contracts=config.contracts != "off"):
+        log.warning("holdfast: %s", too_low)
+    note = describe_budget(config, shape, cost) or too_low  # a target excludes a fixed budget
     profile_path = next((str(path) for path, _ in profiles if path.is_file()), "")
     info = describe(site, memory, shape, builders, profile_path, note)
     return Engine(loop, info, tuple(served.handlers), site.ranks)
@@ -459,7 +471,16 @@ def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName =
     if kind == "cuda":
         changes += [] if config.attention_backend in ("auto", "holdfast") else [config.attention_backend]
         changes += [] if config.cuda_graphs else ["no graphs"]
+    elif executor == "paged" and config.attention_backend == "torch":
+        changes.append("torch")  # whole steps of the library are left out
     return ", ".join(changes)
+
+
+def library_of(kind: str, executor: ExecutorName, *, present: bool) -> str:
+    """Whether steps use the library in C, in words; empty where they never do: on GPUs and on padded rows."""
+    if kind != "cpu" or executor != "paged":
+        return ""
+    return "library in C" if present else "no library in C"
 
 
 Priced = tuple[Path, CostProfile]
@@ -499,6 +520,7 @@ def find_profile(site: Site, shape: EngineShape, stored: StoredProfiles) -> Pric
                 profile = make_padded_profile(site.config, cast("PaddedDevice", device), shape, in_full=in_full)
         path = stored.path(profile)
         keep(profile, path, required=order.measure)
+    stored.remove_earlier()
     return path, profile
 
 

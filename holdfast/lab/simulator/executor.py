@@ -188,6 +188,8 @@ class SimulatedExecutor:
         self._last_step = -1
         self._sampled_at: dict[int, float] = {}
         """For each row, the time at which the first stage has its last token. Used only in a pipeline."""
+        self.most_decodes = self.most_tokens = 0
+        """Largest numbers of sequences that decoded in a step, and of tokens of a step."""
         self.stages_busy = [0.0] * len(self._reserves)
         """Seconds during which each stage computed."""
         self.ends: dict[str, int] = {}
@@ -195,6 +197,7 @@ class SimulatedExecutor:
         maximum length."""
 
     def submit(self, plan: StepPlan) -> None:
+        self._note_size(plan)
         self._clock.now += self._host_seconds
         now, free_at, step_times = self._clock.now, self._free_at, self._step_times
         at = max(now, free_at[0], self._tokens_at(plan))
@@ -223,6 +226,14 @@ class SimulatedExecutor:
             back = computed + step_times.hop_of_tokens()
             self._sampled_at |= {segment.row: back for segment in plan.segments if segment.sampling is not None}
         self._in_flight.append((plan, tuple(took), hop * (len(stages) - 1), free_at[-1], parts))
+
+    def _note_size(self, plan: StepPlan) -> None:
+        """Take note of the size of a step."""
+        self.most_tokens = max(self.most_tokens, plan.num_tokens)
+        starts = plan.columns.column("start")
+        if len(starts) > self.most_decodes:  # Otherwise it cannot have more decodes, and is not counted.
+            lengths = (stop - start for start, stop in zip(starts, plan.columns.column("stop"), strict=True))
+            self.most_decodes = max(self.most_decodes, sum(length == 1 for length in lengths))
 
     def collect(self) -> StepResult:
         plan, stages, sent, ends, parts = self._in_flight.popleft()

@@ -72,6 +72,10 @@ class Outcome:
     slices: int = 0
     stages_busy: tuple[float, ...] = ()
     """Virtual seconds that each stage of a pipeline computed. `busy` is their mean. Empty for one stage."""
+    most_decodes: int = 0
+    """Largest number of sequences that decoded in a step."""
+    most_tokens: int = 0
+    """Largest number of tokens of a step."""
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -167,7 +171,10 @@ def simulate(
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
     stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
-    outcome = Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats(), stages_busy=stages_busy)
+    outcome = Outcome(
+        clients.records, clock.now, executor.busy, clients.steps, loop.stats(), stages_busy=stages_busy,
+        most_decodes=executor.most_decodes, most_tokens=executor.most_tokens,
+    )  # fmt: skip
     if trainer is None:
         return outcome
     return replace(outcome, trained=trainer.seconds, trained_tokens=trainer.tokens, slices=trainer.slices)

@@ -65,7 +65,7 @@ class ChatStore:
     ) -> tuple[list[Completion], bool]:
         """Return completions of a model, if one is given, whose metadata has these labels; and whether there are more.
 
-        Raises NotFound for `after`.
+        They are in the order of their creation, which their ids give within a second. Raises NotFound for `after`.
         """
         by = chats.c
         wanted = select(chats).join(threads, threads.c.id == by.thread)

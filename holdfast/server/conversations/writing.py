@@ -300,7 +300,7 @@ class Writing:
 
         Yields nothing if the tokens are not complete.
         """
-        stream = continued(self.server.service.client.text, adopted, self.reading.shown)
+        stream = continued(self.server.service.client.text, adopted, self.answer.shown)
         stream.take(adopted.output, 0.0, 0.0)
         if stream.finish_reason is None:
             return

@@ -66,11 +66,13 @@ METERED = {
     "/v1/rerank": "embeddings",
     "/v2/rerank": "embeddings",
     "/v1/embeddings": "embeddings",
+    "/invocations": "completions",
     "/api/v1/asample": "completions",
 }
 """Paths whose POST requests are limited and counted, each with its kind of usage.
 
 A batch counts as one request. Its lines are counted when they are answered. A sample is counted when it has ended.
+An invocation has the kind of the route that answers it; the one here is for a body of no route.
 """
 INFERENCE = re.compile(rf"/v2/models/[^/]+(?:/versions/[^/]+)?/infer|{re.escape(SERVICE)}/ModelInfer")
 """Paths whose POST requests are limited, but not counted: applications compute no tokens."""

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace as replace_struct
 
 from holdfast.lm.limits import RequestRefused
-from holdfast.server.chats import Keeper, StoredChats, Unkept
+from holdfast.server.chats import Keeper, StoredChats, Unkept, new_id
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -63,7 +63,7 @@ def add_completion_routes(app: FastAPI, service: Service, chats: StoredChats) ->
         wanted = service.settled(await read_request(request, service, ChatRequest))
         answer = service.answer(wanted, tenant_of(request))
         # An id names one stored answer, so it is not the client's.
-        id = "" if wanted.store else named_by(request, wanted)
+        id = new_id() if wanted.store else named_by(request, wanted)
         return await respond(request, answer, answer.shape(ChatShape, id), chats.keeper(answer.tenant, wanted))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))

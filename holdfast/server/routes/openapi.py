@@ -282,6 +282,7 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/completions": Reply("Completion", "Completion"),
     "POST /v1/embeddings": Reply("Embeddings"),
     "POST /pooling": Reply("Vectors"),
+    "POST /invocations": Reply("Any", "Any"),
     "POST /score": Reply("Scores"),
     "POST /v1/score": Reply("Scores"),
     "POST /rerank": Reply("Ranking"),

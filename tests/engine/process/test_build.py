@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.process.build import build, build_engine, pace_of
+from holdfast.engine.process.build import build, build_engine, library_of, pace_of
 from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.engine.profiles import CostProfile
 from tests.built import without_contracts
@@ -286,8 +286,22 @@ def test_a_corrected_profile_that_cannot_be_stored_is_told_in_one_line(small, ca
 def test_gpu_profiles_differ_by_attention_backend_and_graphs(small):
     options = ({}, {"attention_backend": "torch"}, {"cuda_graphs": False})
     assert [pace_of(small(**each), "cuda", "H200") for each in options] == ["H200", "H200, torch", "H200, no graphs"]
-    assert {pace_of(small(**each), "cpu", "CPU") for each in options} == {"CPU"}
     assert pace_of(small(attention_backend="holdfast"), "cuda", "H200") == "H200"
+
+
+def test_cpu_profiles_differ_by_what_computes_whole_steps(small):
+    options = ({}, {"attention_backend": "torch"}, {"cuda_graphs": False})
+    assert [pace_of(small(**each), "cpu", "CPU") for each in options] == ["CPU", "CPU, torch", "CPU"]
+    assert library_of("cpu", "paged", present=True) != library_of("cpu", "paged", present=False) != ""
+    assert {library_of(*where, present=True) for where in (("cuda", "paged"), ("cpu", "padded"))} == {""}
+
+
+def test_a_profile_is_made_anew_once_the_library_in_c_is_gone(small, monkeypatch):
+    paths = set()
+    for present in (object(), None):
+        monkeypatch.setattr("holdfast.engine.process.build.library", lambda present=present: present)
+        paths.add(build(small(max_model_len=64), measure=True)[1].profile_path)
+    assert len(paths) == 2
 
 
 def test_an_fp8_cache_holds_four_times_the_blocks_and_has_its_own_profile(small):

@@ -27,6 +27,7 @@ from holdfast.server.keys.accounts import EXCHANGE_SECONDS, MOST_LABELS, Account
 from holdfast.server.keys.usage_table import Slot, UsageTable, Used
 from holdfast.server.keys.values import Key, Limits
 from holdfast.server.protocol import ApiError
+from holdfast.server.routes.access import METERED
 from holdfast.server.schema import SCHEMA
 
 Http = Callable[..., httpx.AsyncClient]
@@ -91,6 +92,22 @@ class TestServed:
             answer = error.value.response
             assert answer.headers["x-ratelimit-remaining-requests"] == "0"
             assert answer.headers["retry-after"] == "20"
+
+    async def test_an_invocation_is_usage_of_the_kind_of_its_body(
+        self, listening: Any, official: Official, store: str, keys: Stored, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(METERED, "/v1/completions", "embeddings")  # This engine embeds nothing.
+        keys.add("acme", "k")
+        keys.add("ops", "boss", "operator")
+        began = int(time.time())
+        async with listening(store=store) as server, httpx.AsyncClient(base_url=server.url, headers=bearer("k")) as api:
+            assert (await api.post("/invocations", json=HELLO)).status_code == 200
+            assert (await api.post("/invocations", json={"prompt": "hello"})).status_code == 200
+            operator = official(server.url, "boss")
+            for kind, tokens in (("completions", PROMPT), ("embeddings", len("hello"))):
+                asked = f"/organization/usage/{kind}?start_time={began}"
+                (result,) = (await usage(operator, asked, requests=1))["data"][0]["results"]
+                assert result["input_tokens"] == tokens
 
     async def test_a_prompt_beyond_the_tokens_left_is_refused_at_arrival(
         self, listening: Any, client: FakeClient, official: Official, store: str, keys: Stored

@@ -20,6 +20,7 @@ from holdfast.engine.ranks import ranks
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
 from tests.forked import Forking
 from tests.long import mark_long
+from tests.order import longest_first, pytest_xdist_auto_num_workers  # noqa: F401  # a hook
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
@@ -73,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist
+        longest_first(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,7 +30,7 @@ LONGEST = (
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than there are cores: a test waits for a fifth of its time, for instance for an engine's start."""
+    """One process more than there are cores: a test waits for a fifth of its time, mostly for processes to start."""
     return min(MOST, (os.cpu_count() or 1) + 1)
 
 

@@ -104,17 +104,18 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# One worker more than there are cores, up to four, each with one thread: tests wait for a fifth of their time. The longest
-# files begin first (tests/order.py), the others in their order; by default, those of a single long test come last, and one
-# worker waits. Tests start hundreds of processes, so bytecode is kept even where the environment says not to.
+# A worker for each core, up to four, with one thread: two take half of the time of one with two threads, and on two cores
+# three take as long as two. The longest files begin first (tests/order.py), the others in their order; by default, those of
+# a single long test come last, and one worker waits. Tests start hundreds of processes, so bytecode is kept even where the
+# environment says not to.
 unit: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long" \
-		--numprocesses auto --dist loadfile --no-loadscope-reorder
+		--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # What `unit` leaves out: other products of parameters, more random histories and combinations, more examples of each property.
 test-long: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(long or hypothesis) and not gpu" \
-		--hypothesis-profile=long --numprocesses auto --dist loadfile --no-loadscope-reorder
+		--hypothesis-profile=long --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-browser: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs

@@ -20,7 +20,7 @@ from holdfast.engine.ranks import ranks
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
 from tests.forked import Forking
 from tests.long import mark_long
-from tests.order import longest_first, pytest_xdist_auto_num_workers  # noqa: F401  # a hook
+from tests.order import longest_first
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.

@@ -1,13 +1,9 @@
-"""How the processes of pytest-xdist share the tests: how many there are, and which files begin first."""
+"""Which test files the processes of pytest-xdist begin with."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-MOST = 4
-"""Most processes of `--numprocesses auto`."""
 LONGEST = (
     "server/page/test_chat_page.py",
     "server/page/test_engine_view.py",
@@ -27,11 +23,6 @@ LONGEST = (
     "server/conversations/test_histories.py",
 )
 """Files whose tests take more than 16 s together, the longest first. One that began last would keep one core alone."""
-
-
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than there are cores: a test waits for a fifth of its time, mostly for processes to start."""
-    return min(MOST, (os.cpu_count() or 1) + 1)
 
 
 def longest_first(items: list[pytest.Item]) -> None:

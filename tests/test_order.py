@@ -1,13 +1,11 @@
-"""How the processes that run tests share them."""
+"""The order of test files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from tests.order import LONGEST, MOST, longest_first, pytest_xdist_auto_num_workers
+from tests.order import LONGEST, longest_first
 
 
 def test_each_of_the_longest_files_exists() -> None:
@@ -20,11 +18,3 @@ def test_the_longest_files_begin_first_and_others_keep_their_order() -> None:
     items = [SimpleNamespace(nodeid=each) for each in ("tests/b.py::test_b", second, "tests/a.py::test_a[::]", first)]
     longest_first(items)  # type: ignore[arg-type]
     assert [item.nodeid for item in items] == [first, second, "tests/b.py::test_b", "tests/a.py::test_a[::]"]
-
-
-@pytest.mark.parametrize(("cores", "processes"), [(None, 2), (1, 2), (2, 3), (3, MOST), (64, MOST)])
-def test_there_is_one_process_more_than_cores_up_to_a_few(
-    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, cores: int | None, processes: int
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert pytest_xdist_auto_num_workers(pytestconfig) == processes

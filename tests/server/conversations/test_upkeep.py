@@ -228,9 +228,10 @@ async def test_a_store_that_was_moved_away_is_not_made_anew_and_works_again_once
     await server.run(lambda store: store.conversations.create("a", "before", {}, [item("ant")]))
     while waiting(own):
         await asyncio.sleep(0.005)
-    own.database.engine.dispose()  # Everybody needs a new connection now.
     for path in tmp_path.glob("store.sqlite*"):
         path.rename(away / path.name)
+    # Everybody needs a new connection now. One that was made before a file had moved would still reach it.
+    own.database.engine.dispose()
     for call in (server.run, server.read):
         with pytest.raises(ApiError) as refused:
             await call(lambda store: store.conversations.context("a", "before"))

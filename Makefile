@@ -104,10 +104,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# A worker for each core, up to four, with one thread: two take half of the time of one with two threads, and on two cores
-# three take as long as two. The longest files begin first (tests/order.py), the others in their order; by default, those of
-# a single long test come last, and one worker waits. Tests start hundreds of processes, so bytecode is kept even where the
-# environment says not to.
+# A worker for each core, up to four, with one thread: two take half of the time of one with two threads. Files begin in
+# their order, whose last ones are short; by default, those of a single long test come last, and one worker waits. Tests
+# start hundreds of processes, so bytecode is kept even where the environment says not to.
 unit: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long" \
 		--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -20,7 +20,6 @@ from holdfast.engine.ranks import ranks
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
 from tests.forked import Forking
 from tests.long import mark_long
-from tests.order import longest_first
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
@@ -74,8 +73,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    if hasattr(config, "workerinput"):  # one of several processes of pytest-xdist
-        longest_first(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -755,6 +755,7 @@ def test_a_narrow_window_cuts_nothing_off(opened: Any, width: int) -> None:
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("?")
     keys = page.locator(".shortcuts dt", has_text="Alt")
+    keys.first.wait_for()
     lines = keys.evaluate_all(
         """(all) => all.map((each) => {
           const range = document.createRange();

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.peers.beside_vllm import CURVE
+
 ROOT = Path(__file__).parent.parent
 RESULTS = {path.name: path for path in (ROOT / "benchmarks").glob("*/results/*")}
 """Result files by name; no two have the same."""
@@ -257,15 +259,7 @@ def test_conversations_of_equal_weights_are_those_of_their_sitting() -> None:
     lines = [line for line in BENCHMARKS.split("\n") if line.startswith("| 24 | ")]
     for line, engine in zip(lines[:2], ("holdfast", "vllm"), strict=True):
         (found,) = curves[f"{engine} tiers"]
-        names = (
-            "norm_latency_ms_mean",
-            "norm_latency_ms_p90",
-            "ttft_ms_p50",
-            "ttft_ms_p99",
-            "tbt_ms_p50",
-            "tbt_ms_p99",
-        )
-        wanted = [found["req_s"], *(found[name] for name in names), found["prompt_hit"]]
+        wanted = [*(found[name] for name in CURVE), found["prompt_hit"]]
         told = [number for cell in line.strip("|").split("|")[2:] for number in numbers(cell)]
         assert told == pytest.approx(wanted, rel=5e-3)
 

@@ -537,9 +537,9 @@ class Answer:
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens whose names are text: those that the reading needs, or all if the client asks for them."""
-        return self.reading.shown | (
-            frozenset() if self.wanted.skip_special_tokens else self.service.client.text.special
-        )
+        if self.wanted.skip_special_tokens:
+            return self.reading.shown
+        return self.reading.shown | self.service.client.text.special
 
     async def _echoing(
         self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from holdfast import LLM, SamplingParams
+from holdfast.core.contract import Contract
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
-from holdfast.engine.client.llm import _Bar, _LoopThread
+from holdfast.engine.client.llm import _Bar, _LoopThread, rows_at_once
 from holdfast.engine.client.tuning import TuningError
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
@@ -99,6 +100,60 @@ def test_prompts_start_by_the_longest_answer_that_they_may_get(llm, monkeypatch)
     completions = llm.generate(["a", "b", "c", "d", "e"], params, progress=False)
     assert tuple(len(each.token_ids) for each in completions) == lengths
     assert started == [("b", 9), ("d", 9), ("e", 5), ("a", 2), ("c", 1)]
+
+
+def test_as_many_answers_run_at_once_as_end_with_the_longest():
+    assert rows_at_once([100] * 1000) == 1100  # all equal: all at once
+    assert rows_at_once([2000] + [100] * 1980) == 110
+    assert rows_at_once([2000] + [50] * 40) == rows_at_once([]) == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        (dict(ignore_eos=True), 2),
+        (dict(min_tokens=None), 2),
+        (dict(), 6),
+        (dict(ignore_eos=True, stop=("zzz",)), 6),
+        (dict(ignore_eos=True, stop_token_ids=(5,)), 6),
+    ],
+)
+def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, monkeypatch, options, most):
+    open_streams, seen, stream = [0], [], llm._client.stream
+
+    async def counted(prompt, params, **more):
+        open_streams[0] += 1
+        seen.append(open_streams[0])
+        try:
+            async for delta in stream(prompt, params, **more):
+                yield delta
+        finally:
+            open_streams[0] -= 1
+
+    monkeypatch.setattr(llm._client, "stream", counted)
+    monkeypatch.setattr("holdfast.engine.client.llm.FEW_ROWS", 1)
+    lengths = [10, 2, 2, 2, 2, 2]
+    exact = "min_tokens" in options
+    params = [
+        SamplingParams(**options | dict(max_tokens=count, temperature=0.0) | (dict(min_tokens=count) if exact else {}))
+        for count in lengths
+    ]
+    completions = llm.generate(list("abcdef"), params, progress=False)
+    assert max(seen) == most and len(completions) == 6
+    if most < 6:
+        assert [len(each.token_ids) for each in completions] == lengths
+
+
+def test_prompts_with_a_contract_are_not_held_back(llm, monkeypatch):
+    at_once = []
+    monkeypatch.setattr(
+        "holdfast.engine.client.llm.rows_at_once", lambda lengths: at_once.append(lengths) or len(lengths)
+    )
+    llm.generate(["a", "b"], GREEDY, progress=False)
+    assert at_once == [[16, 16]]
+    with pytest.raises(ValueError):
+        llm.generate(["a", "b"], GREEDY, contract=Contract(ttft=1e-9), progress=False)
+    assert at_once == [[16, 16]]
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm):

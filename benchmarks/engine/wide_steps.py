@@ -7,8 +7,8 @@ The shape is Llama-3-8B's with random weights; contexts are spread as those of t
 
 - steps: time of a step on the device and between two results, kernels by kind, what comes after the last norm (the
   LM head, a copy of the logits, the greedy token), and a bound: products at PRODUCT_RATE, keys and values at COPY_RATE.
-  Steps of the same rows follow without keys to read (`contexts of 1`), without the head's product, and with the product
-  in pieces; then mixed steps of 508 decodes and prompts.
+  Steps of the same rows follow without keys to read (`contexts of 1`), without the head's product, with that product
+  in pieces, and with the gate in its product or apart; then mixed steps of 508 decodes and prompts.
 - chat: the offline chat, with as many rows at once as `LLM.generate` has, and with all.
 - products: each product by number of rows, whole, and cut by rows or by outputs, by both of the library's interfaces.
 - attention: the decode kernel at these contexts, by launch settings.
@@ -40,6 +40,7 @@ from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 
 CONTEXTS = {
     8: 1700,
+    72: 700,
     104: 700,
     128: 620,
     192: 543,
@@ -52,7 +53,7 @@ CONTEXTS = {
     480: 380,
     512: 308,
 }
-"""Mean context of the chat's decodes by their number, as of 2026-11-30; those of 104 are from a simulation."""
+"""Mean context of the chat's decodes by their number, as of 2026-11-30; those of 72 and 104 are from a simulation."""
 SIGMA = 0.7
 """Deviation of the logarithm of a context."""
 PROMPTS = ((70,), (196,), (128, 256), (200, 250, 307))
@@ -62,7 +63,7 @@ PRODUCT_RATE, COPY_RATE = 790e12, 4.29e12
 """Operations and bytes per second that one H200 was measured to reach (docs/notes)."""
 ROWS = (*range(256, 513, 16), 576, 640)
 """Numbers of rows of products."""
-LAUNCHES = ((32, 4, 3), (32, 4, 6), (32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2))
+LAUNCHES = ((32, 4, 3), (32, 4, 6), (32, 2, 4), (64, 4, 3), (64, 4, 4), (128, 8, 2))
 """Keys a round, warps and stages of the decode kernel."""
 STEPS, PROFILED = 12, 3
 BEGAN = time.monotonic()
@@ -217,12 +218,12 @@ def steps_part(loop: Any) -> None:
     while time.perf_counter() - begin < 0.5:
         steps.run(spans[512], STEPS)
     for rows, own in reversed(spans.items()):
-        steps.measure(own, profiled=rows in (8, 104, 256, 304, 320, 448, 512), rows=rows)
+        steps.measure(own, profiled=rows in (8, 104, 304, 320, 448, 512), rows=rows)
         steps.measure([(0, 1)] * rows, profiled=False, rows=rows, changed="contexts of 1")
     model = executor._model
     ops, product = model._ops, model._ops.linear
     for name, way in head_ways(model).items():
-        for rows in (512, 384, 320, 256):
+        for rows in (512, 320):
 
             def linear(x: Any, weight: Any, bias: Any = None, way: Any = way) -> Any:
                 return way(x) if weight is model.lm_head else product(x, weight, bias)
@@ -233,6 +234,14 @@ def steps_part(loop: Any) -> None:
             ops.linear = product
             recapture(executor, rows)
             steps.measure(spans[rows], profiled=False, rows=rows, changed="head: whole")
+    launch = ops.launch
+    for rows in (72, 104, 128) * 2:
+        ops.launch = lambda x, weight, *, cut=False, gated=False: launch(x, weight, cut=cut)
+        recapture(executor, rows)
+        steps.measure(spans[rows], profiled=False, rows=rows, changed="gate apart from its product")
+        ops.launch = launch
+        recapture(executor, rows)
+        steps.measure(spans[rows], profiled=False, rows=rows, changed="gate in its product")
     decodes = [(stop - 1, stop) for stop in contexts_of(MIXED_ROWS, CONTEXTS[512])]
     for prompts in PROMPTS:
         steps.measure([*decodes, *((0, prompt) for prompt in prompts)], profiled=True, mixed=prompts)

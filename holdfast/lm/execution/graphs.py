@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast.engine")
 
-KINDS = (1, 4, 16, 32, 64)
+KINDS = (1, 4, 16, 32, 64, 128)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64
@@ -313,7 +313,7 @@ class StepGraphs:
     def _captured(
         self, work: Callable[[int, StepMetadata], None], size: int, metadata: StepMetadata, memsets: MemsetNodes | None
     ) -> torch.cuda.CUDAGraph:
-        """The graph of `work`, without memsets where they can be replaced. Up to 64 tokens, no product has one."""
+        """The graph of `work`, without memsets where they can be replaced. Up to 128 tokens, no product has one."""
         graph = torch.cuda.CUDAGraph(keep_graph=memsets is not None)
         with capture(graph, self._pool):
             work(size, metadata)

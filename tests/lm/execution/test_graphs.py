@@ -286,7 +286,7 @@ def test_no_more_rows_sample_than_there_are_tokens() -> None:
 def test_each_kind_of_size_is_captured(most: int) -> None:
     sizes, kinds = GraphSizes.of(most, 600), GraphSizes.of(most, 600).kinds()
     assert set(kinds.decodes) <= set(sizes.decodes)
-    assert list(kinds.decodes) == sorted({size for size in (1, 4, 16, 32, 64) if size <= most} | {most})
+    assert list(kinds.decodes) == sorted({size for size in (1, 4, 16, 32, 64, 128) if size <= most} | {most})
     assert kinds.bodies() == [(600, most)]
     assert set(kinds.bodies()) <= set(sizes.bodies())
 

@@ -108,40 +108,27 @@ def test_as_many_answers_run_at_once_as_end_with_the_longest():
     assert rows_at_once([2000] + [50] * 40) == rows_at_once([]) == 64
 
 
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        (dict(ignore_eos=True), 2),
-        (dict(min_tokens=None), 2),
-        (dict(), 6),
-        (dict(ignore_eos=True, stop=("zzz",)), 6),
-        (dict(ignore_eos=True, stop_token_ids=(5,)), 6),
-    ],
-)
-def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, monkeypatch, options, most):
-    open_streams, seen, stream = [0], [], llm._client.stream
+def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, monkeypatch):
+    running, seen, stream = [0], [], llm._client.stream
 
     async def counted(prompt, params, **more):
-        open_streams[0] += 1
-        seen.append(open_streams[0])
-        try:
-            async for delta in stream(prompt, params, **more):
-                yield delta
-        finally:
-            open_streams[0] -= 1
+        running[0] += 1
+        seen.append(running[0])
+        async for delta in stream(prompt, params, **more):
+            yield delta
+        running[0] -= 1
 
     monkeypatch.setattr(llm._client, "stream", counted)
     monkeypatch.setattr("holdfast.engine.client.llm.FEW_ROWS", 1)
-    lengths = [10, 2, 2, 2, 2, 2]
-    exact = "min_tokens" in options
-    params = [
-        SamplingParams(**options | dict(max_tokens=count, temperature=0.0) | (dict(min_tokens=count) if exact else {}))
-        for count in lengths
-    ]
-    completions = llm.generate(list("abcdef"), params, progress=False)
-    assert max(seen) == most and len(completions) == 6
-    if most < 6:
-        assert [len(each.token_ids) for each in completions] == lengths
+    lengths = [2, 2, 2, 10, 2, 2]
+    known = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in lengths]
+    completions = llm.generate(list("abcdef"), known, progress=False)
+    assert [len(each.token_ids) for each in completions] == lengths
+    assert max(seen) == 2, "20 tokens over 10 steps"
+    seen.clear()
+    open_ended = [*known[:5], SamplingParams(max_tokens=2, temperature=0.0)]
+    assert len(llm.generate(list("abcdef"), open_ended, progress=False)) == 6
+    assert max(seen) == 6
 
 
 def test_prompts_with_a_contract_are_not_held_back(llm, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import heapq
 import threading
 import uuid
 import weakref
@@ -29,8 +30,10 @@ from holdfast.lm.config import EngineConfig
 
 FEW_ROWS = 64
 """Rows up to which a step takes hardly longer than with one row, because it must read all weights anyway."""
-ROWS_A_SPARE = 10
-"""Number of rows for which there is a spare one. It makes up for rows that are empty for a step."""
+IDLE_STEPS = 2
+"""Number of steps until a row whose answer has ended is given to another one."""
+ROWS_TRIED = 32
+"""Number of rows for which one more is tried at a time."""
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -288,13 +291,23 @@ def rows_at_once(lengths: Sequence[int]) -> int:
     """Number of answers with these lengths, at least 1 token each, that run at once if they start longest first.
 
     The longest answer takes as many steps as it has tokens. If all others ran beside its first tokens, most steps would
-    read all weights for a few rows. So the others are spread over its steps: as many rows as the tokens of all answers
-    fill in that time, and a few more. Fewer than FEW_ROWS would save nothing.
+    read all weights for a few rows. So the others are spread over its steps: about the fewest rows that end with it.
+    Fewer than FEW_ROWS would save nothing.
     """
-    if not lengths:
-        return FEW_ROWS
-    filled = -(-sum(lengths) // max(lengths))
-    return max(FEW_ROWS, filled + filled // ROWS_A_SPARE)
+    steps = sorted((length + IDLE_STEPS for length in lengths), reverse=True)
+    rows = max(FEW_ROWS, -(-sum(steps) // steps[0])) if steps else FEW_ROWS
+    while rows < len(steps) and _last_end(steps, rows) > steps[0]:
+        rows += -(-rows // ROWS_TRIED)
+    return rows
+
+
+def _last_end(steps: Sequence[int], rows: int) -> int:
+    """Number of steps until all answers have ended, which take so many steps and start in this order in the rows."""
+    ends = list(steps[:rows])
+    heapq.heapify(ends)
+    for each in steps[rows:]:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
 
 
 def check_options(options: Iterable[str]) -> None:

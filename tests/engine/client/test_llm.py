@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.contract import Contract
@@ -103,9 +105,20 @@ def test_prompts_start_by_the_longest_answer_that_they_may_get(llm, monkeypatch)
 
 
 def test_as_many_answers_run_at_once_as_end_with_the_longest():
-    assert rows_at_once([100] * 1000) == 1100  # all equal: all at once
-    assert rows_at_once([2000] + [100] * 1980) == 110
-    assert rows_at_once([2000] + [50] * 40) == rows_at_once([]) == 64
+    assert rows_at_once([100] * 1000) == 1000, "all equal: all at once"
+    assert rows_at_once([1998] + [98] * 1980) == 100
+    assert rows_at_once([1998] + [50] * 40) == rows_at_once([]) == 64, "few rows take as long as one"
+    # 50 answers of 40 tokens leave 65 rows for the others at first, which would need three rounds of 16 tokens.
+    assert 125 <= rows_at_once([40] * 50 + [16] * 150) <= 128
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=300))
+def test_answers_that_run_at_once_end_with_the_longest_or_all_run(lengths):
+    rows = rows_at_once(lengths)
+    ends = [0] * rows
+    for length in sorted(lengths, reverse=True):
+        ends[ends.index(min(ends))] += length + 2
+    assert rows == 64 or rows >= len(lengths) or max(ends) <= max(lengths) + 2
 
 
 def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, monkeypatch):
@@ -124,7 +137,7 @@ def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, 
     known = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in lengths]
     completions = llm.generate(list("abcdef"), known, progress=False)
     assert [len(each.token_ids) for each in completions] == lengths
-    assert max(seen) == 2, "20 tokens over 10 steps"
+    assert max(seen) == 3, "20 tokens over 10 steps, and some steps for each start"
     seen.clear()
     open_ended = [*known[:5], SamplingParams(max_tokens=2, temperature=0.0)]
     assert len(llm.generate(list("abcdef"), open_ended, progress=False)) == 6

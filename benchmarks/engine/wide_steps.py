@@ -3,7 +3,7 @@
     python -m benchmarks.engine.wide_steps [--parts steps chat products attention] [--budget SECONDS] [--out out.json]
 
 The shape is Llama-3-8B's with random weights; contexts are spread as those of the offline chat of
-`benchmarks.engine.llama8b` when so many decode.
+`benchmarks.engine.llama8b` at the same number of decodes.
 
 - steps: time of a step on the device and between two results, kernels by kind, what comes after the last norm (the
   LM head, a copy of the logits, the greedy token), and a bound: products at PRODUCT_RATE, keys and values at COPY_RATE.

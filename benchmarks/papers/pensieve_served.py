@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import httpx
 import uvloop
 
-from benchmarks.engine.multiturn import MODES, draw, shortened, workload
 from benchmarks.engine.served_pace import CLIENTS, SPAWN, checkpoint, served
 from benchmarks.lib.invocation import provenance
+from benchmarks.lib.multiturn_talks import MODES, draw, shortened, workload
 from holdfast.lab.metrics import percentile
 from holdfast.lab.reports.plots import Line, Panel, panels, png
 from holdfast.lab.simulator.devices import look_up

@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.llama8b import QWEN3_06B
-from benchmarks.engine.multiturn import workload
 from benchmarks.lib.drawn_weights import STD, redraw
 from benchmarks.lib.energy import EnergyLog, energy_counter, energy_log, joules_per_token
+from benchmarks.lib.multiturn_talks import workload
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = ("-m", "benchmarks.engine.llama8b")

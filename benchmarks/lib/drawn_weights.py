@@ -6,11 +6,13 @@ GPU at its power limit may be faster with such numbers. vLLM's process imports t
 
 from __future__ import annotations
 
+from typing import Any
+
 STD = 0.02
 """Standard deviation of weights, that of Llama 3's config (`initializer_range`)."""
 
 
-def redraw(model):  # type: ignore[no-untyped-def]  # a driver gets this source, and has no names of types
+def redraw(model: Any) -> None:
     """Draw all floating-point parameters of a module again, in place, as captured graphs read the same memory."""
     for weight in model.parameters():
         if weight.is_floating_point():

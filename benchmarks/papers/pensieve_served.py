@@ -61,7 +61,9 @@ STOP_SECONDS = 5.0
 """Seconds in which clients, and a server without requests, end."""
 SHORTER = 8.0
 """Divisor of the lengths of turns with `--small`."""
-SMALL = dict(layers=2, hidden=128, heads=4, head_dim=32, intermediate=344, vocab=4096, max_model_len=2048)
+SMALL: dict[str, Any] = dict(
+    layers=2, hidden=128, heads=4, head_dim=32, intermediate=344, vocab=4096, max_model_len=2048
+)
 """Sizes of a shape with `--small`. Its family stays, and whether query heads share keys."""
 
 
@@ -169,11 +171,11 @@ def clients() -> Iterator[list[Connection]]:
     try:
         yield [ours for ours, _ in pipes]
     finally:
-        for ours, _ in pipes:
-            ours.close()
         for process in processes:
             process.kill()
             process.join()
+        for ours, _ in pipes:
+            ours.close()
 
 
 def receive(playing: list[Connection], until: float, answered: list[Answered], failures: list[str]) -> None:
@@ -218,7 +220,7 @@ def talks_of(args: argparse.Namespace, phase: float) -> list[dict[str, Any]]:
 def phase_of(args: argparse.Namespace, began: float) -> float:
     """Seconds of a phase: `--phase`, or what the budget leaves if each mode's server starts like the first one.
 
-    Raises ValueError if that is too short.
+    Exits if that is too short.
     """
     if args.budget is None:
         return float(args.phase)
@@ -226,7 +228,7 @@ def phase_of(args: argparse.Namespace, began: float) -> float:
     left = args.budget - modes * (time.monotonic() - began + STOP_SECONDS)
     phase = float(left / modes / (1 + len(args.rates)))
     if phase < LEAST_PHASE:
-        raise ValueError(
+        raise SystemExit(
             f"--budget {args.budget:g} leaves {phase:.1f} s for each rate; it takes {LEAST_PHASE:g} or more"
         )
     return phase

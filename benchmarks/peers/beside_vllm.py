@@ -57,7 +57,7 @@ OFFLINE = {
     "prefill": "prefill 16x8192",
 }
 """For each of our rows, the peer's name for it."""
-REDRAW = f"STD = {STD}\n{inspect.getsource(redraw)}\n"
+REDRAW = f"from typing import Any\nSTD = {STD}\n{inspect.getsource(redraw)}\n"
 """Function that the peer's driver applies to its model."""
 FIGURES = ("PEER {", "HOLDFAST {")
 """What a line of figures begins with."""

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client.llm import longest_first
+from holdfast.engine.client.llm import longest_first, rows_at_once
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
@@ -128,10 +128,12 @@ def request(name: str, prompt: tuple[int, ...], output: int, temperature: float 
     return Request(name, prompt=prompt, params=params, arrival=time.monotonic())
 
 
-def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) -> dict[str, Any]:
+def offline(
+    loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0, *, spread: bool = True
+) -> dict[str, Any]:
     """Run all requests at once, and return the seconds until the last ends.
 
-    They start in the order in which `LLM.generate` starts them.
+    They start in the order in which `LLM.generate` starts them, and as many run at once, or all if not `spread`.
 
     `distinct_share` is the share of different tokens among those that a step gives, averaged over all steps. Greedy
     text of random weights may end in the same tokens for all, which choose the same experts. With a GPU that counts its
@@ -143,12 +145,19 @@ def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) 
     produced = distinct = 0
     before_run = 0.0 if energy is None else energy()
     begin = time.perf_counter()
-    for index in longest_first([output for _, output in lengths]):
-        loop.add(request(f"{label}-{index}-{begin}", prompts[index], lengths[index][1], temperature))
+    outputs_of = [output for _, output in lengths]
+    waiting = iter(longest_first(outputs_of))
+
+    def start(count: int) -> None:
+        for index in islice(waiting, count):
+            loop.add(request(f"{label}-{index}-{begin}", prompts[index], lengths[index][1], temperature))
+
+    start(rows_at_once(outputs_of) if spread else len(lengths))
     while loop.has_work():
         before = time.perf_counter()
         outputs = loop.step() or ()
         steps.append(time.perf_counter() - before)
+        start(sum(output.finish_reason is not None for output in outputs))
         tokens = [token for output in outputs for token in output.tokens]
         produced += len(tokens)
         distinct += len({*tokens})

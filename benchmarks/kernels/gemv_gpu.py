@@ -100,7 +100,7 @@ class Fixed(FusedLayerOps):
         super().__init__(shape())
         self.fixed = fixed
 
-    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
+    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False, gated: bool = False) -> SkinnyLaunch | None:
         return self.fixed
 
 
@@ -208,7 +208,7 @@ def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune
     """Time cuBLAS, the rule's launch and, when tuning, other launches. Prints a line with the best."""
     kind, weight_bytes = KINDS[name], weights[0].nbytes
     own = FusedLayerOps(shape())
-    rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")
+    rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm", gated=kind == "gated")
     lines: list[dict[str, object]] = []
     plain = isinstance(weights[0], torch.Tensor)
     firsts = [None, rule] if plain else [rule]

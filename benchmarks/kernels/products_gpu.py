@@ -1,4 +1,4 @@
-"""The products of a Llama-3-8B layer by number of tokens: cuBLAS's kernels and their times.
+"""The products of a Llama-3-8B layer and its LM head by number of tokens: cuBLAS's kernels and their times.
 
     python -m benchmarks.kernels.products_gpu [--tokens 512 640 768] [--libraries cublas cublaslt] [--out result.jsonl]
 
@@ -28,20 +28,23 @@ from benchmarks.lib.invocation import provenance
 LAYERS = 8
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of each product. The results of `o` and `down` are added to the residual."""
+HEAD = {"head": (128256, 4096)}
+"""Outputs and inputs of the LM head. It is no product of a layer."""
 ADDED = ("o", "down")
 TOKENS = [*range(256, 1025, 64), 1152, 1280, 1536, 2048, 4096, 8192]
 
 
 class Products:
-    """Weights of eight layers, and activations for the largest number of tokens."""
+    """Weights of eight layers and eight heads, and activations for the largest number of tokens."""
 
     def __init__(self, most: int) -> None:
         def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=std)
 
-        self.weights = {name: [normal(*shape, std=0.02) for _ in range(LAYERS)] for name, shape in SHAPES.items()}
-        self.inputs = {width: normal(most, width) for width in {shape[1] for shape in SHAPES.values()}}
-        self.outputs = {width: normal(most, width) for width in {shape[0] for shape in SHAPES.values()}}
+        shapes = SHAPES | HEAD
+        self.weights = {name: [normal(*shape, std=0.02) for _ in range(LAYERS)] for name, shape in shapes.items()}
+        self.inputs = {width: normal(most, width) for width in {shape[1] for shape in shapes.values()}}
+        self.outputs = {width: normal(most, width) for width in {shape[0] for shape in shapes.values()}}
 
     def run(self, name: str, layer: int, pieces: list[int]) -> None:
         weight = self.weights[name][layer]
@@ -79,7 +82,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def kernel_names(products: Products, tokens: list[int]) -> dict[tuple[str, int], str]:
     """For each product and token count, the kernels that the library launches."""
-    wanted = [(name, count) for count in tokens for name in SHAPES]
+    wanted = [(name, count) for count in tokens for name in SHAPES | HEAD]
     names = {}
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         for name, count in wanted:
@@ -104,7 +107,7 @@ def by_tokens(products: Products, tokens: list[int], library: str) -> list[dict[
     names = kernel_names(products, tokens)
     lines = []
     for count in tokens:
-        for name, (outputs, inputs) in SHAPES.items():
+        for name, (outputs, inputs) in (SHAPES | HEAD).items():
             graph = products.graph({name: [count]})
             graph.replay()
             us = 1e3 * statistics.median(timed(graph.replay) for _ in range(5)) / LAYERS

@@ -138,9 +138,17 @@ class CostModel:
         return self.stage_shares or (1 / stages,) * stages
 
     def decode_only(self, rows: int) -> float:
-        """Seconds of everything but attention in a step of only `rows` decodes."""
-        measured = self.decode_rows and rows
-        return interpolate(self.decode_rows, self.decode_seconds, rows) if measured else self.linear(rows)
+        """Seconds of everything but attention in a step of only `rows` decodes.
+
+        More decodes than were measured take at least as much more as the linear layers do. The slope between the last
+        two points is too flat: a step of few decodes takes as long as reading the weights, one of many computes longer.
+        """
+        if not (self.decode_rows and rows):
+            return self.linear(rows)
+        seconds, most = interpolate(self.decode_rows, self.decode_seconds, rows), self.decode_rows[-1]
+        if rows > most:
+            seconds = max(seconds, self.decode_seconds[-1] + self.linear(rows) - self.linear(most))
+        return seconds
 
     def linear(self, tokens: int) -> float:
         """Seconds of everything but attention in a step of `tokens` query tokens; 0 for no tokens.

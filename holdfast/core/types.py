@@ -162,6 +162,14 @@ class SamplingParams:
             if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
                 raise ValueError(f"{name} is {count}; it must lie between 0 and {MAX_LOGPROBS}")
 
+    @property
+    def fixed_length(self) -> bool:
+        """Whether the answer has exactly `max_tokens` tokens, because nothing may end it before."""
+        if self.grammar is not None:
+            return False
+        endless = self.ignore_eos and not (self.stop or self.stop_token_ids)
+        return endless or self.min_tokens == self.max_tokens
+
     def _check_tokens(self) -> None:
         """Raise ValueError for too many or too long lists of tokens."""
         if (most := max(map(len, self.prompt_targets), default=0)) > MAX_PROMPT_TARGETS:

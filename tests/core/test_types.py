@@ -50,6 +50,23 @@ def test_a_grammar_of_no_or_too_many_characters_is_refused_with_both_numbers(tex
         Grammar("regex", text)
 
 
+@pytest.mark.parametrize(
+    ("options", "fixed"),
+    [
+        (dict(), False),
+        (dict(ignore_eos=True), True),
+        (dict(ignore_eos=True, stop=("end",)), False),
+        (dict(ignore_eos=True, stop_token_ids=(5,)), False),
+        (dict(min_tokens=7), False),
+        (dict(min_tokens=8), True),
+        (dict(min_tokens=8, stop=("end",)), True),
+        (dict(ignore_eos=True, grammar=Grammar("regex", "a*")), False),
+    ],
+)
+def test_a_length_is_fixed_if_nothing_may_end_the_answer_before(options, fixed):
+    assert SamplingParams(max_tokens=8, **options).fixed_length is fixed
+
+
 def test_a_plan_counts_query_tokens_and_the_segments_that_sample():
     decode = Segment("a", row=0, start=7, stop=8, tokens=(PENDING,), sampling=GREEDY)
     chunk = Segment("b", row=1, start=0, stop=5, tokens=(1, 2, 3, 4, 5), sampling=None)

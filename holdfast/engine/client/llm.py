@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import heapq
 import threading
 import uuid
 import weakref
@@ -26,6 +27,13 @@ from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.config import EngineConfig
+
+FEW_ROWS = 64
+"""Rows up to which a step takes hardly longer than with one row, because it must read all weights anyway."""
+IDLE_STEPS = 2
+"""Number of steps until a row whose answer has ended is given to another one."""
+ROWS_TRIED = 32
+"""Number of rows for which one more is tried at a time."""
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -113,7 +121,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
-        Prompts with the largest `max_tokens` start first, as the call returns with its longest answer.
+        Prompts with the largest `max_tokens` start first, as the call returns with its longest answer. Where the length
+        of every answer is known (`SamplingParams.fixed_length`), only as many run at once as end with the longest one.
         `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
         a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). `contract` has the times that each
         prompt must be promised, in seconds. `pause` is what is known of the time until each prompt's next turn: its
@@ -233,9 +242,14 @@ class LLM:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], terms: _Terms, bar: _Bar
     ) -> list[Completion]:
         batch = UserBatch(uuid.uuid4().hex)
+        bounds = [each.max_tokens for each in params]
+        # A contract counts from the call, and a baseline that was chosen is to see all prompts.
+        free = not terms.contract and self._client.config.scheduler == "stall-free"
+        known = free and all(each.fixed_length for each in params)
+        rows = asyncio.Semaphore(rows_at_once(bounds) if known else max(1, len(prompts)))
         tasks = {
-            place: asyncio.ensure_future(self._run_one(prompts[place], params[place], terms, batch, bar))
-            for place in longest_first([each.max_tokens for each in params])
+            place: asyncio.ensure_future(self._run_one(prompts[place], params[place], terms, batch, rows, bar))
+            for place in longest_first(bounds)
         }
         try:
             return await asyncio.gather(*(tasks[place] for place in range(len(prompts))))
@@ -245,10 +259,16 @@ class LLM:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _run_one(
-        self, prompt: Sequence[int], params: SamplingParams, terms: _Terms, batch: UserBatch, bar: _Bar
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        terms: _Terms,
+        batch: UserBatch,
+        rows: asyncio.Semaphore,
+        bar: _Bar,
     ) -> Completion:
         id = uuid.uuid4().hex
-        async with self._slots:
+        async with rows, self._slots:
             stream = self._client.stream(
                 prompt, params, request_id=id, adapter=terms.adapter, batch=batch, contract=terms.contract
             )
@@ -265,6 +285,29 @@ def longest_first(bounds: Sequence[int]) -> list[int]:
     others have ended. Graham, Bounds on Multiprocessing Timing Anomalies (1969), bounds the loss of this order.
     """
     return sorted(range(len(bounds)), key=lambda place: -bounds[place])
+
+
+def rows_at_once(lengths: Sequence[int]) -> int:
+    """Number of answers with these lengths, at least 1 token each, that run at once if they start longest first.
+
+    The longest answer takes as many steps as it has tokens. If all others ran beside its first tokens, most steps would
+    read all weights for a few rows. So the others are spread over its steps: about the fewest rows that end with it.
+    Fewer than FEW_ROWS would save nothing.
+    """
+    steps = sorted((length + IDLE_STEPS for length in lengths), reverse=True)
+    rows = max(FEW_ROWS, -(-sum(steps) // steps[0])) if steps else FEW_ROWS
+    while rows < len(steps) and _last_end(steps, rows) > steps[0]:
+        rows += -(-rows // ROWS_TRIED)
+    return rows
+
+
+def _last_end(steps: Sequence[int], rows: int) -> int:
+    """Number of steps until all answers have ended, which take so many steps and start in this order in the rows."""
+    ends = list(steps[:rows])
+    heapq.heapify(ends)
+    for each in steps[rows:]:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
 
 
 def check_options(options: Iterable[str]) -> None:

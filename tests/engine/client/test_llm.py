@@ -12,12 +12,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast import LLM, SamplingParams
+from holdfast.core.contract import Contract
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
-from holdfast.engine.client.llm import _Bar, _LoopThread
+from holdfast.engine.client.llm import _Bar, _LoopThread, rows_at_once
 from holdfast.engine.client.tuning import TuningError
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
@@ -99,6 +102,58 @@ def test_prompts_start_by_the_longest_answer_that_they_may_get(llm, monkeypatch)
     completions = llm.generate(["a", "b", "c", "d", "e"], params, progress=False)
     assert tuple(len(each.token_ids) for each in completions) == lengths
     assert started == [("b", 9), ("d", 9), ("e", 5), ("a", 2), ("c", 1)]
+
+
+def test_as_many_answers_run_at_once_as_end_with_the_longest():
+    assert rows_at_once([100] * 1000) == 1000, "all equal: all at once"
+    assert rows_at_once([1998] + [98] * 1980) == 100
+    assert rows_at_once([1998] + [50] * 40) == rows_at_once([]) == 64, "few rows take as long as one"
+    # 50 answers of 40 tokens leave 65 rows for the others at first, which would need three rounds of 16 tokens.
+    assert 125 <= rows_at_once([40] * 50 + [16] * 150) <= 128
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=300))
+def test_answers_that_run_at_once_end_with_the_longest_or_all_run(lengths):
+    rows = rows_at_once(lengths)
+    ends = [0] * rows
+    for length in sorted(lengths, reverse=True):
+        ends[ends.index(min(ends))] += length + 2
+    assert rows == 64 or rows >= len(lengths) or max(ends) <= max(lengths) + 2
+
+
+def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, monkeypatch):
+    running, seen, stream = [0], [], llm._client.stream
+
+    async def counted(prompt, params, **more):
+        running[0] += 1
+        seen.append(running[0])
+        async for delta in stream(prompt, params, **more):
+            yield delta
+        running[0] -= 1
+
+    monkeypatch.setattr(llm._client, "stream", counted)
+    monkeypatch.setattr("holdfast.engine.client.llm.FEW_ROWS", 1)
+    lengths = [2, 2, 2, 10, 2, 2]
+    known = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in lengths]
+    completions = llm.generate(list("abcdef"), known, progress=False)
+    assert [len(each.token_ids) for each in completions] == lengths
+    assert max(seen) == 3, "20 tokens over 10 steps, and some steps for each start"
+    seen.clear()
+    open_ended = [*known[:5], SamplingParams(max_tokens=2, temperature=0.0)]
+    assert len(llm.generate(list("abcdef"), open_ended, progress=False)) == 6
+    assert max(seen) == 6
+
+
+def test_prompts_with_a_contract_are_not_held_back(llm, monkeypatch):
+    at_once = []
+    monkeypatch.setattr(
+        "holdfast.engine.client.llm.rows_at_once", lambda lengths: at_once.append(lengths) or len(lengths)
+    )
+    llm.generate(["a", "b"], GREEDY, progress=False)
+    assert at_once == [[16, 16]]
+    with pytest.raises(ValueError):
+        llm.generate(["a", "b"], GREEDY, contract=Contract(ttft=1e-9), progress=False)
+    assert at_once == [[16, 16]]
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm):

@@ -115,7 +115,7 @@ class FusedLayerOps(LayerOps):
             read, gate_up = x.stream, self._linear_of_parts(x, weight, bias)
         else:
             x = self._as_read(x, weight)
-            read, launch = self._input_and_launch(x, weight)
+            read, launch = self._input_and_launch(x, weight, gated=True)
             if launch is not None:
                 out = read.new_empty(read.shape[0], width)
                 self._run_skinny(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
@@ -264,10 +264,12 @@ class FusedLayerOps(LayerOps):
         elif isinstance(weight, torch.Tensor | Fp8Weight | Fp8BlockWeight):
             skinny_gemm(x, weight, bias, out, launch, **fused)
 
-    def _input_and_launch(self, x: Normed, weight: Weight) -> tuple[torch.Tensor, SkinnyLaunch | None]:
+    def _input_and_launch(
+        self, x: Normed, weight: Weight, *, gated: bool = False
+    ) -> tuple[torch.Tensor, SkinnyLaunch | None]:
         """The input of a GEMM and its launch. A skinny GEMM norms the stream itself."""
         read = x.stream if isinstance(x, Unnormed) else x
-        launch = self.launch(read, weight)
+        launch = self.launch(read, weight, gated=gated)
         return (self.computed(x) if launch is None else read), launch
 
     def _as_read(self, x: Normed, weight: Weight) -> Normed:
@@ -414,8 +416,11 @@ class FusedLayerOps(LayerOps):
             **options,
         )
 
-    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
-        """The launch of a skinny GEMM; None if the library computes it. With `cut`, partial sums are allowed."""
+    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False, gated: bool = False) -> SkinnyLaunch | None:
+        """The launch of a skinny GEMM; None if the library computes it.
+
+        With `cut`, partial sums are allowed. With `gated`, the result is gated.
+        """
         if isinstance(weight, Fp8Weight):
             return fp8_launch_for(x, weight, cut=cut)
         if isinstance(weight, Fp8BlockWeight):
@@ -424,7 +429,7 @@ class FusedLayerOps(LayerOps):
             return int4_launch_for(x, weight, cut=cut)
         if isinstance(weight, PackedWeight):
             return packed_launch_for(x, weight, cut=cut)
-        return launch_for(x, weight, cut=cut) if isinstance(weight, torch.Tensor) else None
+        return launch_for(x, weight, cut=cut, gated=gated) if isinstance(weight, torch.Tensor) else None
 
     def _normed(
         self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor

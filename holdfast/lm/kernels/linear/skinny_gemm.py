@@ -18,6 +18,8 @@ from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependen
 
 MAX_ROWS = 64
 """Largest number of tokens for which the kernel reads weights faster than cuBLAS. For more, a tiled GEMM is better."""
+MAX_GATED_ROWS = 128
+"""The same with a gate, which the kernel computes as it writes, where another kernel would follow cuBLAS."""
 
 LEAST_ROW_BYTES = 512
 """Smallest row of weights in bytes. A shorter row does not fill the pipeline of the loop."""
@@ -64,6 +66,7 @@ FEW_TOKENS = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
 FEW_TOKENS_DEEP = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
 MORE_TOKENS = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
 MORE_TOKENS_CUT = SkinnyLaunch(block_n=128, block_k=64, num_warps=4, num_stages=6)
+MANY_TOKENS_GATED = SkinnyLaunch(block_n=256, block_k=64, num_warps=8, num_stages=4)
 
 FEW = 32
 """Largest number of tokens for which 64 rows of weights per program are best."""
@@ -89,18 +92,22 @@ MAX_PARTS = 8
 """Largest number of pieces that inputs are cut into."""
 
 
-def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> SkinnyLaunch | None:
+def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False, gated: bool = False) -> SkinnyLaunch | None:
     """The launch for x [T, K] and weight [N, K]; None if the library's GEMM is faster, or the only exact one.
 
-    With `cut`, the caller adds partial sums at no extra cost. Tuned on an H200 (benchmarks/kernels/gemv_gpu.py).
+    With `cut`, the caller adds partial sums at no extra cost. With `gated`, the caller gates the result. Tuned on an
+    H200 (benchmarks/kernels/gemv_gpu.py).
     """
     rows, inputs = x.shape
-    fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1
+    most = MAX_GATED_ROWS if gated and weight.shape[0] >= MANY_OUTPUTS else MAX_ROWS
+    fits = 0 < rows <= most and weight.stride(1) == 1 and x.stride(1) == 1
     if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
         return None
     outputs = weight.shape[0]
     if rows == 1:
         return _for_one_token(outputs, inputs, cut=cut)
+    if rows > MAX_ROWS:
+        return MANY_TOKENS_GATED
     if not cut and rows > FEW:
         return MORE_TOKENS if outputs >= MANY_OUTPUTS else None
     if not cut:

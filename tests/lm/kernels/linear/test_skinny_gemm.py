@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.lm.kernels.linear.skinny_gemm import FEW, MAX_ROWS, SkinnyLaunch, launch_for, skinny_gemm
+from holdfast.lm.kernels.linear.skinny_gemm import (
+    FEW,
+    MANY_OUTPUTS,
+    MANY_TOKENS_GATED,
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    SkinnyLaunch,
+    launch_for,
+    skinny_gemm,
+)
 
 
 def draw(
@@ -63,6 +72,25 @@ def test_float32_many_rows_and_strided_layouts_go_to_the_library(device: str) ->
     assert launch_for(x[:1, :16], weight[:, :16]) is None
 
 
+def test_a_wide_gate_is_computed_as_its_product_is_written_for_more_rows_than_other_products() -> None:
+    weight = torch.empty(MANY_OUTPUTS, 512, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(MAX_GATED_ROWS + 1, 512, dtype=torch.bfloat16, device="meta")
+    for rows in (MAX_ROWS + 1, MAX_GATED_ROWS):
+        assert launch_for(x[:rows], weight, gated=True) == MANY_TOKENS_GATED
+        assert launch_for(x[:rows], weight) is None
+        assert launch_for(x[:rows], weight[1:], gated=True) is None
+    assert launch_for(x, weight, gated=True) is None
+    assert launch_for(x[:MAX_ROWS], weight, gated=True) == launch_for(x[:MAX_ROWS], weight)
+
+
+def test_many_rows_are_gated_as_they_are_written(device: str) -> None:
+    x, weight = draw(MAX_ROWS + 9, 2 * 150, 80, device)
+    out = torch.full((1, len(x), 150), torch.nan, device=device)
+    skinny_gemm(x, weight, None, out, MANY_TOKENS_GATED, gated=True)
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
+    torch.testing.assert_close(out[0].double(), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (128256, 4096), (64, 512)])
 def test_inputs_are_cut_only_when_partial_sums_are_allowed(outputs: int, inputs: int, rows: int) -> None:
@@ -76,6 +104,20 @@ def test_inputs_are_cut_only_when_partial_sums_are_allowed(outputs: int, inputs:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [72, 128])
+def test_compiled_gates_of_many_rows_stay_within_the_precision_of_the_type(dtype: torch.dtype, rows: int) -> None:
+    x, weight = draw(rows, 28_672, 4096, "cuda", dtype)
+    launch = launch_for(x, weight, gated=True)
+    assert launch == MANY_TOKENS_GATED
+    out = torch.empty(1, rows, 14_336, device="cuda", dtype=dtype)
+    skinny_gemm(x, weight, None, out, launch, gated=True)
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert (out[0].double() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 8, 31])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 1030), (128256, 4096)])
 @pytest.mark.parametrize("gated", [False, True])
@@ -83,7 +125,7 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
     dtype: torch.dtype, rows: int, outputs: int, inputs: int, gated: bool
 ) -> None:
     x, weight = draw(rows, outputs, inputs, "cuda", dtype)
-    launch = launch_for(x, weight, cut=not gated)
+    launch = launch_for(x, weight, cut=not gated, gated=gated)
     assert launch is not None
     width = outputs // 2 if gated else outputs
     out = torch.empty(launch.parts, rows, width, device="cuda", dtype=dtype if gated else torch.float32)

@@ -15,14 +15,14 @@ class GraphSize(NamedTuple):
 
     kind: Literal["decode", "head", "body"]
     """`decode`: a whole step that samples after each token. Other steps have a body and a head."""
-    count: int
+    size: int
     """Number of tokens; of a head, number of rows."""
     segments: int | None = None
     """Number of segments of a body; None for the other kinds."""
 
     def holds(self, other: GraphSize) -> bool:
         """Whether a step of the other size could run as a graph of this one."""
-        more = self.count >= other.count and (self.segments or 0) >= (other.segments or 0)
+        more = self.size >= other.size and (self.segments or 0) >= (other.segments or 0)
         return self.kind == other.kind and more
 
 
@@ -108,8 +108,8 @@ class CaptureQueue:
         """Note that a step ran as one graph and would have run as another. None if that would not have been better."""
         if wanted not in self._left:
             return None
-        self._left[wanted] += ran.count - wanted.count
-        return Missed(wanted, 1 - wanted.count / ran.count) if wanted.count < ran.count else None
+        self._left[wanted] += ran.size - wanted.size
+        return Missed(wanted, 1 - wanted.size / ran.size) if wanted.size < ran.size else None
 
     def lost(self, missed: Missed, seconds: float) -> None:
         """Note how many seconds a step took that missed a graph."""

@@ -269,7 +269,7 @@ class StepGraphs:
         """Run a size once, without a graph, and keep its metadata. Waits for the device."""
         began = time.perf_counter()
         with nullcontext() if self._group is None else self._group.alone():
-            metadata = self._rehearse(self._work(size), size.count, size.segments)
+            metadata = self._rehearse(self._work(size), size.size, size.segments)
         if self._batch.device.type == "cuda":
             torch.cuda.synchronize(self._batch.device)
         self._rehearsal_of = metadata, time.perf_counter() - began
@@ -280,18 +280,18 @@ class StepGraphs:
             raise RuntimeError(f"the graph of {size} has not been rehearsed")
         (metadata, rehearsal), began = self._rehearsal_of, time.perf_counter()
         self._rehearsal_of = None
-        memsets = self._memsets if size.count > KINDS[-1] else None
-        captured = Captured(self._captured(self._work(size), size.count, metadata, memsets), metadata)
+        memsets = self._memsets if size.size > KINDS[-1] else None
+        captured = Captured(self._captured(self._work(size), size.size, metadata, memsets), metadata)
         return partial(self._use, size, captured, rehearsal, time.perf_counter() - began)
 
     def _use(self, size: GraphSize, captured: Captured, rehearsal: float, capture: float) -> None:
         """Put the graph of a size into use. The seconds are those of its two halves."""
         if size.segments is not None:
-            _add((size.count, size.segments), captured, self._bodies, self._ready_bodies)
+            _add((size.size, size.segments), captured, self._bodies, self._ready_bodies)
         elif size.kind == "head":
-            _add(size.count, captured, self._heads, self._ready_heads)
+            _add(size.size, captured, self._heads, self._ready_heads)
         else:
-            _add(size.count, captured, self._decodes, self._ready_decodes)
+            _add(size.size, captured, self._decodes, self._ready_decodes)
         self.left.captured(size, rehearsal, capture)
 
     def _work(self, size: GraphSize) -> Callable[[int, StepMetadata], None]:

@@ -1,4 +1,4 @@
-"""A busy engine captures graphs between two steps: only where padding has cost more, and no stream gets a late token."""
+"""A busy engine captures graphs between two steps, where padding has cost more and no stream gets a late token."""
 
 import itertools
 
@@ -61,7 +61,7 @@ class PaddedSteps:
         self.pauses.append((self.now, half))
         if self.left.rehearsed:
             self.left.captured(size, REHEARSAL, CAPTURE)
-            self.ready = sorted([*self.ready, size.count])
+            self.ready = sorted([*self.ready, size.size])
         else:
             self.left.rehearsed = size
         return True
@@ -130,9 +130,9 @@ def test_prompts_in_the_step_after_a_pause_get_only_the_time_that_is_left():
     loop.add(Request("stream", tuple(range(20)), SamplingParams(max_tokens=50)))
     for _ in range(3):
         loop.step()
-    loop.add(Request("prompt", (7,) * 600, SamplingParams(max_tokens=1)))
+    loop.add(Request("prompt", (7,) * 900, SamplingParams(max_tokens=1)))
     tokens = []
-    for pause in (0.0, 0.015):
+    for pause in (0.0, 0.022):
         assert scheduler.pause(pause, device.now)
         device.now += pause
         plan = scheduler.schedule(device.now)

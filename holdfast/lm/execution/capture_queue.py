@@ -58,8 +58,8 @@ class CaptureQueue:
         """Seconds of both halves, for each size that is captured."""
         self._due = False
 
-    def __bool__(self) -> bool:
-        return bool(self._left)
+    def __len__(self) -> int:
+        return len(self._left)
 
     def add(self, sizes: Iterable[GraphSize]) -> None:
         """Let these sizes be captured later."""

@@ -152,7 +152,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """For the name of each adapter that is being loaded or unloaded, the event of its end."""
         self._postponed: set[str] = set()
         """Versions to forget, content ids, whose name is being loaded: the load may bring them back."""
-        super().__init__(process or EngineProcess(config.device), on_progress, connect)
+        super().__init__(process or EngineProcess(config.first_device), on_progress, connect)
         self.tuning = TuningClient(self._tell, self.adapters, self._check_alive, drives=drives)
         """The tuning jobs of the engine."""
 

@@ -211,11 +211,12 @@ def test_decodes_of_a_size_that_is_slower_than_a_larger_one_run_as_the_larger_on
         timed.append(graph.size)
         return {448: 0.017, 432: 0.013}.get(graph.size, graph.size / 32_000)
 
-    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Any:
-        return SimpleNamespace(size=size, graph=SimpleNamespace(size=size, replay=lambda: None))
+    def capture(self: StepGraphs, work: Any, size: int, metadata: Any, memsets: Any) -> Any:
+        return SimpleNamespace(size=size, replay=lambda: None)
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_rehearse", lambda *given: None)
+    monkeypatch.setattr(StepGraphs, "_captured", capture)
     monkeypatch.setattr("holdfast.lm.execution.graphs.replay_seconds", seconds)
     spec = SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu"))
     run: list[int] = []

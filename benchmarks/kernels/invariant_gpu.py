@@ -49,6 +49,7 @@ TILES = (
 ENGINES_TILES = (Tile(64, 128, 4, 4), Tile(64, 128, 4, 6), Tile(128, 128, 8, 4), Tile(128, 256, 8, 4))
 SKINNY = (
     SkinnyLaunch(64, 128, 4, 4), SkinnyLaunch(64, 128, 4, 6), SkinnyLaunch(128, 128, 8, 4), SkinnyLaunch(128, 64, 4, 6),
+    SkinnyLaunch(32, 128, 4, 6), SkinnyLaunch(32, 256, 4, 4), SkinnyLaunch(32, 256, 8, 4),
 )  # fmt: skip
 RING_BYTES = 160 << 20
 """Bytes of weights that pass before one is read again."""

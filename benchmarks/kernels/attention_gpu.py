@@ -175,6 +175,7 @@ NARROW_VARIANTS = [
     for n, warps, stages in ((32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 4), (128, 4, 2))
 ]
 FIXED_WIDE = [
+    {"specialised": 1},
     {"of": 128, "STAGES": 2},
     {"part_keys": 512},
     {"part_keys": 2048},
@@ -242,6 +243,7 @@ class FixedVariant(InvariantAttention):
 
     def __init__(self, work: Work, **changes: int) -> None:
         self.of, self.changes = changes.pop("of", 0), {}
+        specialised = bool(changes.pop("specialised", 0))
         heights = {name: changes.pop(name) for name in ("narrow_m", "wide_m") if name in changes}
         super().__init__(
             device=torch.device("cuda"),
@@ -255,7 +257,7 @@ class FixedVariant(InvariantAttention):
         )
         for name, rows in heights.items():
             setattr(self.tiles, name, rows)
-        self.changes = changes
+        self.specialised, self.changes = specialised, changes
 
     def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
         own = super().settings(block_m, exact=exact)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from holdfast.core.version import __version__
+from holdfast.lm.kernels.attention import prefill_kernel
 from holdfast.lm.kernels.attention.paged import PagedAttention, launched
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen
@@ -281,6 +282,7 @@ class InvariantAttention(PagedAttention):
             block_size=block_size,
         )
         self._part_keys, self._hopper = part_keys, _is_hopper(device)
+        self.specialised = False
         rows = max(TILE_ROWS, triton.next_power_of_2(self.group_size))
         # Float32 runs without tensor cores, and a large head's results take the registers of eight warps.
         fits = dtype.itemsize == 2 and self.block_d <= 128 and rows == TILE_ROWS
@@ -360,6 +362,21 @@ class InvariantAttention(PagedAttention):
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
         dependent = dependent_launch_options(query.device)
+        specialised = self.specialised and not tiles.narrow and window is None and softcap is None
+        if specialised and prefill_kernel.takes(query, key_cache):
+            prefill_kernel.attend(
+                *tensors, num_processors=self.num_processors, scale=scale, window=None, softcap=None,
+                part=self._part_keys,
+            )  # fmt: skip
+        else:
+            self._attend_parts(tensors, tiles, sizes, scale, window, chunked, softcap)
+        if len(tiles.merges):
+            join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
+                tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
+            )
+
+    def _attend_parts(self, tensors, tiles, sizes, scale, window, chunked, softcap) -> None:
+        query, dependent = tensors[0], dependent_launch_options(tensors[0].device)
         attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
             *launched(*tensors, scale=scale, window=window, softcap=softcap),
             **sizes,
@@ -372,10 +389,6 @@ class InvariantAttention(PagedAttention):
             # Long segments have a stream of their own, whose first kernel waits for an event.
             **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
         )
-        if len(tiles.merges):
-            join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
-                tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
-            )
 
     def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
         """Options of the kernel for tiles of this height, of float32 if they are `exact`. Only BLOCK_N decides bits.

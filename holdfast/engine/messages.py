@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
-
 from typing import Any
 
 import msgspec

@@ -55,7 +55,7 @@ def main() -> int:
         max_model_len=profile.max_model_len,
         prefix_sharing=False,
     )
-    loop, info = build(config)
+    loop, _ = build(config)
     print(json.dumps(provenance() | dict(started_s=round(time.monotonic() - began, 1))), flush=True)
     executor = cast(PagedExecutor, loop.executor)
     model, memory = executor._model, executor.memory

@@ -360,7 +360,7 @@ def do_step(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Han
     """Do one step and send its outputs. A pause in a part's own work is used like a pause of the loop."""
     outputs = loop.step()
     if outputs:
-        parent.send(messages.Outputs(**outputs.by_name))
+        parent.send(messages.Outputs(**outputs.by_name, sent_at=time.monotonic()))
     elif any(handler.between_steps() for handler in handlers):
         loop.prepare()
     elif outputs is None and any(handler.awaited for handler in handlers):

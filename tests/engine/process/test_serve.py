@@ -6,6 +6,7 @@ import gc
 import itertools
 import queue
 import sys
+import time
 import types
 from collections import deque
 
@@ -76,6 +77,8 @@ def test_each_step_sends_one_message_with_all_its_tokens(steps_in_flight):
     serve(engine(*requests, steps_in_flight=steps_in_flight), parent, ())
     assert len(parent.sent) == 6
     assert all(len(message.outputs) == 2 for message in parent.sent)
+    sent_at = [message.sent_at for message in parent.sent]
+    assert sent_at == sorted(sent_at) and sent_at[0] > 0 and sent_at[-1] <= time.monotonic()
     for request in requests:
         assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
 

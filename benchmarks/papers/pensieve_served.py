@@ -217,15 +217,15 @@ def talks_of(args: argparse.Namespace, phase: float) -> list[dict[str, Any]]:
     return shortened(talks, SHORTER) if args.small else talks
 
 
-def phase_of(args: argparse.Namespace, began: float) -> float:
-    """Seconds of a phase: `--phase`, or what the budget leaves if each mode's server starts like the first one.
+def phase_of(args: argparse.Namespace, started: float) -> float:
+    """Seconds of a phase: `--phase`, or what the budget leaves if each server starts in `started` seconds.
 
     Exits if that is too short.
     """
     if args.budget is None:
         return float(args.phase)
     modes = len(args.modes)
-    left = args.budget - modes * (time.monotonic() - began + STOP_SECONDS)
+    left = args.budget - modes * (started + STOP_SECONDS)
     phase = float(left / modes / (1 + len(args.rates)))
     if phase < LEAST_PHASE:
         raise SystemExit(
@@ -389,7 +389,7 @@ def main() -> None:
         shape = replace(shape, **SMALL, kv_heads=4 if shape.kv_heads == shape.heads else 2)
         args.device_gb, args.host_gb = 0.002, 0.02
     began, about, rows = time.monotonic(), provenance(), list[dict[str, Any]]()
-    phase = cache(partial(phase_of, args, began))
+    phase = cache(lambda: phase_of(args, time.monotonic() - began))  # asked when the first server has started
     model = "" if args.simulate else checkpoint(replace(shape, max_model_len=args.context) if args.context else shape)
     for mode in args.modes:
         for row in simulated(args, mode) if args.simulate else serve(args, mode, model, phase):

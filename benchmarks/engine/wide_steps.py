@@ -3,7 +3,7 @@
     python -m benchmarks.engine.wide_steps [--parts steps chat products attention] [--budget SECONDS] [--out out.json]
 
 The shape is Llama-3-8B's with random weights; contexts are spread as those of the offline chat of
-`benchmarks.engine.llama8b` when so many decode.
+`benchmarks.engine.llama8b` at the same number of decodes.
 
 - steps: time of a step on the device and between two results, kernels by kind, what comes after the last norm (the
   LM head, a copy of the logits, the greedy token), and a bound: products at PRODUCT_RATE, keys and values at COPY_RATE.
@@ -67,6 +67,8 @@ ROWS = (*range(256, 513, 16), 576, 640)
 """Numbers of rows of products."""
 LAUNCHES = ((32, 4, 3), (32, 4, 6), (32, 2, 4), (64, 4, 3), (64, 4, 4), (128, 8, 2))
 """Keys a round, warps and stages of the decode kernel."""
+STREAMS = (2, 3, 4, 6)
+"""Programs of a processor that are taken to read at the full rate. The more, the shorter are the pieces of contexts."""
 STEPS, PROFILED = 12, 3
 BEGAN = time.monotonic()
 
@@ -345,18 +347,25 @@ def products_part() -> None:
 
 def attention_part() -> None:
     from benchmarks.kernels import attention_gpu as gpu
+    from holdfast.lm.kernels.attention import tiles
 
     variants = [dict(block_n=keys, warps=warps, stages=stages) for keys, warps, stages in LAUNCHES]
     gpu.NARROW_VARIANTS[:] = variants
     copy = gpu.copy_rate()
-    for rows in (512, 384, 256, 104, 8):
+    for rows in (512, 256, 104, 8):
         groups = tuple((1, 1, stop) for stop in contexts_of(rows, CONTEXTS[rows]))
         work = gpu.Work(part="decode", name=f"{rows} of a chat", groups=groups)
         found = gpu.measure(work, None, tune=True, only=[f"holdfast {each}" for each in variants])
         torch.cuda.empty_cache()
         us = {name: round(1e3 * line["ms"], 1) for name, line in found.items() if "ms" in line}
         failed = {name: line["not_run"][:80] for name, line in found.items() if "not_run" in line}
-        say(attention=rows, us=us, bound_us=round(1e6 * work.cache_bytes() / copy / 1e12, 1), failed=failed)
+        own, cut = tiles.STREAMS, {}
+        for streams in STREAMS:
+            tiles.STREAMS = streams
+            cut[streams] = round(1e3 * gpu.measure(work, None, tune=False, only=["holdfast"])["holdfast"]["ms"], 1)
+        tiles.STREAMS = own
+        bound_us = round(1e6 * work.cache_bytes() / copy / 1e12, 1)
+        say(attention=rows, us=us, by_streams=cut, bound_us=bound_us, failed=failed)
 
 
 def main() -> None:

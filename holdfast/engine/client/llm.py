@@ -290,7 +290,7 @@ def longest_first(bounds: Sequence[int]) -> list[int]:
 def rows_at_once(lengths: Sequence[int]) -> int:
     """Number of answers with these lengths, at least 1 token each, that run at once if they start longest first.
 
-    The longest answer takes as many steps as it has tokens. If all others ran beside its first tokens, most steps would
+    The longest answer takes as many steps as it has tokens. If all others ran with its first tokens, most steps would
     read all weights for a few rows. So the others are spread over its steps: about the fewest rows that end with it.
     Fewer than FEW_ROWS would save nothing.
     """
@@ -302,7 +302,7 @@ def rows_at_once(lengths: Sequence[int]) -> int:
 
 
 def _last_end(steps: Sequence[int], rows: int) -> int:
-    """Number of steps until all answers have ended, which take so many steps and start in this order in the rows."""
+    """Number of steps until the last answer ends. Each takes its number of `steps`, and they start in this order."""
     ends = list(steps[:rows])
     heapq.heapify(ends)
     for each in steps[rows:]:

@@ -19,7 +19,7 @@ from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependen
 MAX_ROWS = 64
 """Largest number of tokens for which the kernel reads weights faster than cuBLAS. For more, a tiled GEMM is better."""
 MAX_GATED_ROWS = 128
-"""The same with a gate, which the kernel computes as it writes, where another kernel would follow cuBLAS."""
+"""Largest number of tokens for which it is faster with a gate. After cuBLAS, another kernel computes the gate."""
 
 LEAST_ROW_BYTES = 512
 """Smallest row of weights in bytes. A shorter row does not fill the pipeline of the loop."""

@@ -46,10 +46,11 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, draw, offline, request
-from benchmarks.engine.multiturn import MODES, converse, shortened, workload
+from benchmarks.engine.multiturn import converse
 from benchmarks.engine.step_breakdown import breakdown, watched
 from benchmarks.lib.in_real_time import RealEngine, Recorder, Stepped
 from benchmarks.lib.invocation import add_engine_options, provenance
+from benchmarks.lib.multiturn_talks import MODES, shortened, workload
 from benchmarks.papers.sarathi import Unbalanced
 from holdfast.lab.metrics import percentile, summary
 from holdfast.lab.workloads import Conversation, Turn

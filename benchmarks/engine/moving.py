@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, write_shape
-from benchmarks.engine.multiturn import draw
 from benchmarks.lib.invocation import add_engine_options, provenance
+from benchmarks.lib.multiturn_talks import draw
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.lm.config import EngineConfig

@@ -17,12 +17,11 @@ import argparse
 import gc
 import heapq
 import json
-import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.lib.in_real_time import StepRecord
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
+from benchmarks.lib.multiturn_talks import MODES, draw, even_workload, shortened, workload
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.build import build
@@ -40,11 +40,6 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 
-MODES: dict[str, dict[str, Any]] = {
-    "stateless": dict(prefix_sharing=False, host_cache_gb=0.0),
-    "device": dict(prefix_sharing=True, host_cache_gb=0.0),
-    "tiers": dict(prefix_sharing=True),
-}
 SMALL = dict(
     vocab_size=4096,
     hidden_size=128,
@@ -56,62 +51,6 @@ SMALL = dict(
     max_position_embeddings=2048,
     torch_dtype="float32",
 )
-
-
-def workload(rate: float, seconds: float, think: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Conversations with the ShareGPT figures of Pensieve (§6.1) that arrive by a Poisson process.
-
-    A seed gives the draws of the peer's generator of such files: turns {"input_tokens", "output_tokens",
-    "think_s"} after each "arrival_s".
-    """
-    choose, now = random.Random(seed), 0.0
-
-    def length(mean: float, sigma: float, low: int, high: int) -> int:
-        return max(low, min(high, round(choose.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
-
-    while (now := now + choose.expovariate(rate)) <= seconds:
-        count = min(40, 1 + int(math.log(1 - choose.random()) / math.log(1 - 1 / 5.56)))
-        yield {
-            "arrival_s": round(now, 4),
-            "turns": [
-                {
-                    "input_tokens": length(37.77, 1.0, 4, 2048),
-                    "output_tokens": length(204.58, 0.8, 4, 1024),
-                    "think_s": round(choose.expovariate(1 / think), 4) if turn else 0.0,
-                }
-                for turn in range(count)
-            ],
-        }
-
-
-def even_workload(
-    rate: float, seconds: float, think: float, seed: int, shape: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Conversations that arrive by a Poisson process, all of one shape: number of turns, tokens in and out of each."""
-    choose, now, (count, given, answered) = random.Random(seed), 0.0, shape
-    while (now := now + choose.expovariate(rate)) <= seconds:
-        pauses = [0.0, *(round(choose.expovariate(1 / think), 4) for _ in range(count - 1))]
-        turns = [{"input_tokens": given, "output_tokens": answered, "think_s": pause} for pause in pauses]
-        yield {"arrival_s": round(now, 4), "turns": turns}
-
-
-def draw(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    """Token ids away from the special ones. With a full vocabulary they equal those that the peer's driver draws."""
-    return tuple(rng.randrange(10, min(100000, vocabulary)) for _ in range(count))
-
-
-def shortened(conversations: Sequence[dict[str, Any]], divisor: float) -> list[dict[str, Any]]:
-    """These conversations with fewer tokens per turn."""
-    return [
-        conversation
-        | {
-            "turns": [
-                turn | {key: max(2, round(turn[key] / divisor)) for key in ("input_tokens", "output_tokens")}
-                for turn in conversation["turns"]
-            ]
-        }
-        for conversation in conversations
-    ]
 
 
 @dataclass(slots=True)

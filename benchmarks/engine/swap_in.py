@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.llama8b import LLAMA_3_8B
-from benchmarks.engine.multiturn import SMALL, draw
+from benchmarks.engine.multiturn import SMALL
 from benchmarks.lib.in_real_time import StepRecord
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
+from benchmarks.lib.multiturn_talks import draw
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.build import build

@@ -9,7 +9,7 @@ tokens in random order. The contenders:
 
 - holdfast: the paged cache;
 - deterministic: the same cache, by the kernels of `--deterministic`;
-- low: these kernels with low tiles for long segments too;
+- low: these kernels with tiles of 64 rows alone;
 - cudnn, fa2: PyTorch's SDPA by cuDNN and by FlashAttention-2 over contiguous keys, the ideal;
 - copy-out: the blocks gathered into contiguous keys in each launch, then either of these two;
 - rounds (Figure 12): one launch of our decode kernel for each query token;
@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.lib.invocation import provenance
-from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.invariant import InvariantAttention
 from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
 from holdfast.lm.kernels.attention.protocol import Segments
 
@@ -174,6 +174,22 @@ NARROW_VARIANTS = [
     {"block_n": n, "warps": warps, "stages": stages}
     for n, warps, stages in ((32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 4), (128, 4, 2))
 ]
+FIXED_WIDE = [
+    {"specialised": 1},
+    {"of": 128, "STAGES": 2},
+    {"part_keys": 512},
+    {"part_keys": 2048},
+]
+FIXED_NARROW = [
+    {"narrow_m": 64},
+    {"of": 16, "maxnreg": 0},
+    {"of": 16, "maxnreg": 0, "STAGES": 4},
+    {"of": 16, "maxnreg": 0, "num_warps": 8},
+    {"of": 16, "maxnreg": 128, "STAGES": 2},
+    {"of": 16, "maxnreg": 0, "BLOCK_N": 32, "STAGES": 4},
+    {"part_keys": 512},
+    {"part_keys": 256},
+]
 
 
 class Batch:
@@ -219,14 +235,38 @@ def ours(batch: Batch, settings: dict[str, int] | None = None, *, general: bool 
     return paged(batch, Variant(batch.work, settings, general=general))
 
 
-def deterministic(batch: Batch, *, low: bool = False) -> Contender:
-    """Attention of `--deterministic`, with the tiles that an engine would take, or if `low` those of decodes alone."""
-    sizes = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=batch.work.head_dim, block_size=batch.work.block_size)
-    attention = attention_for("cuda", **sizes, cache_dtype=DTYPE, invariant=True)
-    assert isinstance(attention, PagedAttention)
-    if low:
-        attention.tiles.wide_m = attention.tiles.narrow_m
-    return paged(batch, attention)
+class FixedVariant(InvariantAttention):
+    """Attention of `--deterministic`, with the settings that an engine would take or with given ones.
+
+    They are launch settings of tiles of the height `of`, heights of tiles, and the keys of a part.
+    """
+
+    def __init__(self, work: Work, **changes: int) -> None:
+        self.of, self.changes = changes.pop("of", 0), {}
+        specialised = bool(changes.pop("specialised", 0))
+        heights = {name: changes.pop(name) for name in ("narrow_m", "wide_m") if name in changes}
+        super().__init__(
+            device=torch.device("cuda"),
+            num_processors=torch.cuda.get_device_properties("cuda").multi_processor_count,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=work.head_dim,
+            block_size=work.block_size,
+            dtype=DTYPE,
+            **{name: changes.pop(name) for name in ("part_keys",) if name in changes},
+        )
+        for name, rows in heights.items():
+            setattr(self.tiles, name, rows)
+        self.specialised, self.changes = specialised, changes
+
+    def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
+        own = super().settings(block_m, exact=exact)
+        own |= self.changes if block_m == self.of else {}
+        return {name: value for name, value in own.items() if value}
+
+
+def deterministic(batch: Batch, **changes: int) -> Contender:
+    return paged(batch, FixedVariant(batch.work, **changes))
 
 
 def paged(batch: Batch, attention: PagedAttention) -> Contender:
@@ -352,7 +392,7 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
     yield "holdfast", partial(ours, batch)
     yield "deterministic", partial(deterministic, batch)
     if max(length for length, _ in work.rows()) > 1:
-        yield "low", partial(deterministic, batch, low=True)
+        yield "low", partial(deterministic, batch, wide_m=64, narrow_m=64)
     if work.part == "options":
         yield "general", partial(ours, batch, general=True)
     else:
@@ -366,6 +406,8 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
     if tune and work.part in ("prefill", "decode"):
         for settings in WIDE_VARIANTS if work.part == "prefill" else NARROW_VARIANTS:
             yield f"holdfast {settings}", partial(ours, batch, settings)
+        for settings in FIXED_WIDE if work.part == "prefill" else FIXED_NARROW:
+            yield f"deterministic {settings}", partial(deterministic, batch, **settings)
 
 
 @dataclass(frozen=True)
@@ -419,8 +461,10 @@ def measure(work: Work, module: Any, *, tune: bool, only: Sequence[str] = ()) ->
     found: dict[str, dict[str, Any]] = {}
     graphs = {}
     expected: torch.Tensor | None = None
+    fixed: torch.Tensor | None = None
+    same: dict[str, dict[str, bool]] = {}
     for name, make in contenders(batch, module, tune):
-        if only and name not in ("holdfast", *only):
+        if only and name != "holdfast" and name.partition(" {")[0] not in only:
             continue
         try:
             contender = make()
@@ -428,6 +472,9 @@ def measure(work: Work, module: Any, *, tune: bool, only: Sequence[str] = ()) ->
             expected = out if expected is None else expected
             if not (error := error_of(out, expected)) < MOST_ERROR:
                 raise ValueError(f"differs from holdfast by {error:.2g}")
+            if name.startswith("deterministic"):
+                fixed = out if fixed is None else fixed
+                same[name] = {"same bits": torch.equal(out, fixed)}
             graphs[name] = captured(contender, batch.layers)
         except (RuntimeError, ValueError) as reason:
             if name == "holdfast":
@@ -442,7 +489,7 @@ def measure(work: Work, module: Any, *, tune: bool, only: Sequence[str] = ()) ->
     for name, taken in times.items():
         if not (error := graphs[name].error(expected)) < MOST_ERROR:
             raise ValueError(f"{work.part} {work.name}: replays of {name} differ from holdfast by {error:.2g}")
-        found[name] = {"ms": float(np.median(taken)), "least": min(taken), "most": max(taken)}
+        found[name] = {"ms": float(np.median(taken)), "least": min(taken), "most": max(taken), **same.get(name, {})}
     return found
 
 

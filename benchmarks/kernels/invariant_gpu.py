@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import triton
 from benchmarks.lib.invocation import provenance
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.equal_sums import adds_alike, rows_of_library
-from holdfast.lm.kernels.linear.invariant_product import FEW_ROWS, SumOrder, Tile, gpu_of, run
+from holdfast.lm.kernels.linear.invariant_product import FEW_ROWS, SumOrder, Tile, gpu_of, order_of, run
 from holdfast.lm.kernels.linear.library_product import ROWS, multiply
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, skinny_gemm_kernel
 
@@ -49,6 +49,7 @@ TILES = (
 ENGINES_TILES = (Tile(64, 128, 4, 4), Tile(64, 128, 4, 6), Tile(128, 128, 8, 4), Tile(128, 256, 8, 4))
 SKINNY = (
     SkinnyLaunch(64, 128, 4, 4), SkinnyLaunch(64, 128, 4, 6), SkinnyLaunch(128, 128, 8, 4), SkinnyLaunch(128, 64, 4, 6),
+    SkinnyLaunch(32, 128, 4, 6), SkinnyLaunch(32, 256, 4, 4), SkinnyLaunch(32, 256, 8, 4),
 )  # fmt: skip
 RING_BYTES = 160 << 20
 """Bytes of weights that pass before one is read again."""
@@ -56,15 +57,7 @@ MOST_SKINNY = 64
 ROUNDS = 5
 
 
-def parts_of(outputs: int, inputs: int, added: bool) -> int:
-    """Parts of a sum, as `skinny_gemm.launch_for` would cut it with tiles of 64 outputs."""
-    if not added:
-        return 1
-    wanted = max(round(128 / triton.cdiv(outputs, 64)), triton.cdiv(inputs, 4096))
-    return max(1, min(8, wanted, inputs // 512))
-
-
-def order_for(outputs: int, inputs: int, parts: int) -> SumOrder:
+def order_for(inputs: int, parts: int) -> SumOrder:
     size = triton.cdiv(inputs // 64, parts) * 64
     return SumOrder(64, size, triton.cdiv(inputs, size))
 
@@ -192,7 +185,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--rows", nargs="+", type=int, default=[32, 64, 128, 256, 2048])
     parser.add_argument("--weights", nargs="+", choices=SHAPES["8b"], default=[*SHAPES["8b"]])
-    parser.add_argument("--parts", type=int, help="parts of the sums that a norm adds to the stream")
+    parser.add_argument("--parts", nargs="+", type=int, help="parts of the sums that a norm adds to the stream")
     parser.add_argument("--quick", action="store_true", help="only the tiles that engines have")
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
@@ -208,9 +201,10 @@ def main() -> None:
             count = max(1, RING_BYTES // (2 * outputs * inputs))
             weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
             added = name in ADDED_BY_NORM
-            parts = args.parts if added and args.parts else parts_of(outputs, inputs, added)
-            order = order_for(outputs, inputs, parts)
-            for rows in args.rows:
+            orders = [order_of(weights[0], torch.bfloat16, gpu_of(weights[0].device), added=added)]
+            if added and args.parts:
+                orders = [order_for(inputs, parts) for parts in args.parts]
+            for rows, order in product(args.rows, orders):
                 found = measured(weights, rows, order, ENGINES_TILES if args.quick else TILES)
                 report.append({"shape": shape, "weight": name, "rows": rows, "parts": order.parts, "ways": found})
                 line = "  ".join(f"{way} {us:.1f}{same}" for way, (us, same) in found.items())

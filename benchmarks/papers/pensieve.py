@@ -817,7 +817,8 @@ class Gathering(StallFree):
 
 def fitted(args: argparse.Namespace) -> None:
     """Play the conversations at each mode and rate."""
-    from benchmarks.engine.multiturn import MODES, converse, workload
+    from benchmarks.engine.multiturn import converse
+    from benchmarks.lib.multiturn_talks import MODES, workload
 
     results: list[dict[str, Any]] = []
     for mode in args.modes:

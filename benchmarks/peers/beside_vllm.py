@@ -1,7 +1,7 @@
 """Holdfast and vLLM on one machine in one sitting: the same work, one process after the other, and the ratios.
 
 usage: python -m benchmarks.peers.beside_vllm --peer vllm_peer.py --site DIR --out DIR
-                                              [--parts offline stall multiturn qwen]
+                                              [--parts offline stall multiturn qwen http]
                                               [--modes tiers device] [--rates 6 16 24 32]
                                               [--repeat 3] [--budget SECONDS]
 
@@ -13,17 +13,20 @@ show what is there at the end.
 If the GPU counts its energy, rows of the offline parts have joules a token of both engines, read by this process while
 the others run.
 
+The part `http` is one server after the other, on one device and with the same clients (`http_streams`).
+
 The part `qwen` is a batch of 256 on Qwen3-0.6B's shape, where the host has the least time for a step. The peer's driver
 knows one shape and its own rows: it runs as a copy, next to the results, with these replaced.
 
-All copies draw the peer's weights as Holdfast's are drawn: normal, and norms of 1. The peer's own dummy weights are all
-at most 0.001, so its attention is uniform and its activations are nearly 0, and a GPU at its power limit may be faster
-with such numbers. `--dummy-weights` leaves them as they are.
+All copies, and the peer's server, draw the peer's weights as Holdfast's are drawn (`benchmarks.lib.drawn_weights`).
+`--dummy-weights` leaves those of the copies as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
 import json
 import os
 import signal
@@ -38,12 +41,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.llama8b import QWEN3_06B
-from benchmarks.engine.multiturn import workload
+from benchmarks.lib.drawn_weights import STD, redraw
 from benchmarks.lib.energy import EnergyLog, energy_counter, energy_log, joules_per_token
+from benchmarks.lib.multiturn_talks import workload
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = ("-m", "benchmarks.engine.llama8b")
 MULTITURN = ("-m", "benchmarks.engine.multiturn")
+HTTP = ("-m", "benchmarks.peers.http_streams")
 OFFLINE = {
     "bs1": "bs1 512/256",
     "bs32": "bs32 512/128",
@@ -52,20 +57,15 @@ OFFLINE = {
     "prefill": "prefill 16x8192",
 }
 """For each of our rows, the peer's name for it."""
-STD = 0.02
-"""Standard deviation of weights, that of Llama 3's config (`initializer_range`)."""
-REDRAW = f"""
-def redraw(model):
-    for weight in model.parameters():
-        if weight.is_floating_point():
-            weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(0.0, {STD})
-
-"""
+REDRAW = f"from typing import Any\nSTD = {STD}\n{inspect.getsource(redraw)}\n"
 """Function that the peer's driver applies to its model."""
+FIGURES = ("PEER {", "HOLDFAST {")
+"""What a line of figures begins with."""
 NO_PREFIX_CACHE = ("--extra", json.dumps(dict(enable_prefix_caching=False)))
 """Words for the peer's driver. All its rows draw from one seed, so a prefix cache would find prompts of earlier rows.
 Holdfast has none in these parts either.
 """
+HTTP_FIGURES = ("req_s", "output_tok_s", "ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50", "gap_ms_p99", "gap_ms_max")
 QWEN = {"bs256": "bs256 128/128"}
 QWEN_RUNS = 3
 CURVE = (
@@ -88,6 +88,8 @@ class Job:
     command: list[str]
     limit: float
     about: dict[str, Any] = field(default_factory=dict)
+    inside: bool = False
+    """Whether the process is the peer's own, which imports the peer's packages."""
 
 
 def peer_options(mode: str, device_gb: float, host_gb: float) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
     driver = arguments.peer if arguments.dummy_weights else with_weights(arguments.peer, arguments.out)
 
     def peer(name: str, what: str, about: dict[str, Any], *more: str) -> Job:
-        return Job(f"vllm {name}", "vllm", [python, str(driver), what, *more], limit, about)
+        return Job(f"vllm {name}", "vllm", [python, str(driver), what, *more], limit, about, inside=True)
 
     for part in arguments.parts:
         if part == "offline":
@@ -128,7 +130,15 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
             command = [python, *LLAMA_8B, *QWEN, "--qwen", "--repeat", str(QWEN_RUNS), *shape, *ours]
             yield Job("holdfast qwen", "holdfast", command, limit, dict(part=part))
             copy = with_qwen(driver, arguments.out)
-            yield Job("vllm qwen", "vllm", [python, str(copy), "offline", *NO_PREFIX_CACHE], limit, dict(part=part))
+            command = [python, str(copy), "offline", *NO_PREFIX_CACHE]
+            yield Job("vllm qwen", "vllm", command, limit, dict(part=part), inside=True)
+        if part == "http":
+            load = ["--streams", *map(str, arguments.streams), "--requests", *map(str, arguments.requests)]
+            load += ["--small", "--lengths", "64", "16"] if small else []
+            more = ["--more", *(pair.replace("_", "-") for pair in arguments.set)] if arguments.set else []
+            yield Job("holdfast http", "holdfast", [python, *HTTP, "holdfast", *load, *more], limit, dict(part=part))
+            site = ["--site", str(arguments.site)] if arguments.site else []
+            yield Job("vllm http", "vllm", [python, *HTTP, "vllm", *load, *site], limit, dict(part=part))
         if part == "multiturn":
             for rate in arguments.rates:
                 path = arguments.out / f"conversations-{rate:g}.jsonl"
@@ -187,18 +197,20 @@ def small_shape() -> dict[str, Any]:
 def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one job to its end or limit. Returns the printed lines, and how it ended."""
     log = arguments.out / (job.name.replace(" ", "-") + ".log")
-    paths = [str(arguments.site)] if job.engine == "vllm" and arguments.site else []
-    paths += [str(ROOT)] if job.engine == "holdfast" else []
-    paths += [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and job.engine == "holdfast"]
+    paths = [str(arguments.site)] if job.inside and arguments.site else []
+    if not job.inside:
+        paths += [str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(":") if path)]
     environment = os.environ | dict(PYTHONUNBUFFERED="1", PYTHONPATH=":".join(paths))
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its engine runs a function of the driver
     began, lines = time.monotonic(), list[tuple[float, str]]()
 
     def read() -> None:
-        with log.open("w") as copy:
+        with log.open("w", buffering=1) as copy:
             for line in process.stdout or ():
                 lines.append((time.monotonic(), line.rstrip("\n")))
                 copy.write(line)
+                if line.startswith(FIGURES):
+                    print(line, end="", flush=True)  # what is measured is seen, whatever ends this process
 
     with (
         energy_log(energy_counter()) as energy,
@@ -219,14 +231,12 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             ended = f"stopped after {job.limit:.0f} s"
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # a server that it has left would hold the device's memory
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
             reader.join()
     rows = [
-        with_energy(json.loads(line.split(" ", 1)[1]), at, energy)
-        for at, line in lines
-        if line.startswith(("PEER {", "HOLDFAST {"))
+        with_energy(json.loads(line.split(" ", 1)[1]), at, energy) for at, line in lines if line.startswith(FIGURES)
     ]
     return dict(
         name=job.name,
@@ -296,6 +306,25 @@ def stall_table(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def http_table(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of both servers for each number of streams."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for job in done:
+        for row in job["rows"]:
+            if job["part"] == "http" and "req_s" in row:
+                found.setdefault(row["what"], {"holdfast": [], "vllm": []})[job["engine"]].append(row)
+    return [
+        compared(
+            what,
+            key,
+            {engine: [row[key] for row in rows if row[key] is not None] for engine, rows in engines.items()},
+            higher="_ms_" not in key,
+        )
+        for what, engines in found.items()
+        for key in HTTP_FIGURES
+    ]
+
+
 def compared(what: str, key: str, values: dict[str, list[float]], *, higher: bool) -> dict[str, Any]:
     """Medians and the ratio, which is above 1 if Holdfast is ahead."""
     medians = {engine: statistics.median(found) if found else None for engine, found in values.items()}
@@ -356,7 +385,8 @@ def equal_latency(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
 def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Write the merged JSON, the table and the plot."""
     asked = {ours: theirs for ours, theirs in OFFLINE.items() if ours in arguments.rows}
-    table = offline_table(done, "offline", asked) + offline_table(done, "qwen", QWEN) + stall_table(done)
+    table = offline_table(done, "offline", asked) + offline_table(done, "qwen", QWEN)
+    table += stall_table(done) + http_table(done)
     found = curves(done)
     equal = equal_latency(found)
     merged = dict(table=table, curves=found, at_equal_latency=equal, jobs=done)
@@ -433,6 +463,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(OFFLINE), choices=list(OFFLINE), help="of the offline part")
     parser.add_argument("--modes", nargs="+", default=["tiers", "device"], choices=["tiers", "device", "stateless"])
     parser.add_argument("--rates", nargs="+", type=float, default=[6, 16, 24, 32], help="new conversations a second")
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 128, 512], help="requests kept open, of http")
+    parser.add_argument("--requests", nargs="+", type=int, default=[10, 512, 1024], help="all requests, of http")
     parser.add_argument("--think", type=float, default=5.0)
     parser.add_argument("--until", type=float, default=70.0)
     parser.add_argument("--warm", type=float, default=10.0)

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.llama8b import Lengths
-from benchmarks.engine.multiturn import Asked, Seen, draw, even_workload, figures
+from benchmarks.engine.multiturn import Asked, Seen, figures
 from benchmarks.lib.invocation import add_engine_options, provenance
+from benchmarks.lib.multiturn_talks import draw, even_workload
 
 QUIET = dict(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",

@@ -190,6 +190,7 @@ class Workers:
 
     def _run(self, worker: _Worker, device: str) -> None:
         torch.set_num_threads(self._torch_threads)  # applies to the calling thread only
+        use_device(device)
         try:
             while self._ended is None:
                 outputs = worker.loop.step()
@@ -266,6 +267,16 @@ class _Worker:
 def tasks_of_a_round(max_tasks: int, devices: Sequence[str], steps_in_flight: int) -> int:
     """Largest number of tasks in a round, for workers that get `max_tasks` at a time."""
     return max(1, max_tasks // steps_in_flight) if "cpu" in devices else max_tasks
+
+
+def use_device(device: str) -> None:
+    """Make a GPU the calling thread's current one, so that nothing there makes a context on GPU 0. Ignores "cpu".
+
+    Raises ValueError if there is no such device.
+    """
+    require_device(device)
+    if device != "cpu":
+        torch.cuda.set_device(torch.device(device))
 
 
 def require_device(device: str) -> None:

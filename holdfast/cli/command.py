@@ -288,7 +288,7 @@ def serve_command() -> Command:
                 if cluster.ray is None:
                     engine = settled(engine, found)
                     os.environ[FORMAT_VARIABLE] = server.log_format  # the engine's process reads it at once
-                    process = held.enter_context(EngineProcess(engine.device))
+                    process = held.enter_context(EngineProcess(engine.first_device))
             from holdfast.cli import serve  # This takes half a second, during which the engine loads PyTorch.
 
             return run_in_loop(serve.run(engine, server, apps, listener, process, cluster=cluster, threads=threads))

@@ -77,7 +77,7 @@ class LocalSpawner:
             await self._measured.wait()
         process, self._process = self._process, None
         if process is None:
-            process = EngineProcess(self.config.device, environment=self.environment(number))
+            process = EngineProcess(self.config.first_device, environment=self.environment(number))
         try:
             start = EngineClient.start(
                 with_own_files(self.config, number),

@@ -94,7 +94,7 @@ class RaySpawner:
         try:
             group = room.reserve()
             host = ray.remote(EngineHost).options(max_concurrency=CALLS, **room.options(group))
-            return Placed(host.remote("cuda" if room.gpus else "cpu"), group)
+            return Placed(host.remote("cuda:0" if room.gpus else "cpu"), group)
         except RayError as error:
             raise EngineStartError(f"Ray could not start replica {number}: {one_line(error)}") from error
 

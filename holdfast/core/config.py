@@ -541,6 +541,11 @@ class CoreConfig:
         return tuple(range(self.layout.ranks)) if self.devices is None else tuple(map(int, self.devices.split(",")))
 
     @property
+    def first_device(self) -> str:
+        """The device of the engine's first process: `cpu`, or `auto` or `cuda` with the number of a GPU (`cuda:2`)."""
+        return self.device if self.device == "cpu" else f"{self.device}:{self.gpus[0]}"
+
+    @property
     def states_ahead(self) -> int:
         """Largest number of prompts computed before the batch has a row for them; 0 on paged blocks."""
         if self.scheduler not in AHEAD_SCHEDULERS:
@@ -623,3 +628,8 @@ class AppConfig:
     def devices(self) -> tuple[str, ...]:
         """The device of each worker, as it was named. `cuda` is the first GPU."""
         return tuple("cuda:0" if device == "cuda" else device for device in self.app_device)
+
+    @property
+    def first_device(self) -> str:
+        """The first GPU that an application's engine uses, `cpu` if it uses none, and `auto:0` if nothing is named."""
+        return next((each for each in self.devices if each != "cpu"), "cpu") if self.app_device else "auto:0"

@@ -140,15 +140,17 @@ class CostModel:
     def decode_only(self, rows: int) -> float:
         """Seconds of everything but attention in a step of only `rows` decodes.
 
-        More decodes than were measured take at least as much more as the linear layers do. The slope between the last
-        two points is too flat: a step of few decodes takes as long as reading the weights, one of many computes longer.
+        Beyond the last point the time grows as that of linear layers does, which are measured further. It cannot follow
+        the slope between the last two points: that is the difference of two close times, and where both are padded to
+        one size, there is none.
         """
         if not (self.decode_rows and rows):
             return self.linear(rows)
-        seconds, most = interpolate(self.decode_rows, self.decode_seconds, rows), self.decode_rows[-1]
-        if rows > most:
-            seconds = max(seconds, self.decode_seconds[-1] + self.linear(rows) - self.linear(most))
-        return seconds
+        most, last = self.decode_rows[-1], self.decode_seconds[-1]
+        if rows <= most:
+            return interpolate(self.decode_rows, self.decode_seconds, rows)
+        between = [at for at in self.linear_tokens if most < at < rows]
+        return last + max(0.0, *(self.linear(at) - self.linear(most) for at in (*between, rows)))
 
     def linear(self, tokens: int) -> float:
         """Seconds of everything but attention in a step of `tokens` query tokens; 0 for no tokens.
@@ -386,10 +388,14 @@ class PaddedPredictor(Predictor):
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
-    """Interpolate linearly between ascending points: constant below the first, extrapolated beyond the last."""
+    """Interpolate linearly between ascending points: constant below the first, extrapolated beyond the last.
+
+    Beyond the last point values never fall: a larger size that took less time was measured with an error.
+    """
     if at <= points[0] or len(points) == 1:
         return values[0]
     right = min(bisect_right(points, at), len(points) - 1)
     left = right - 1
     share = (at - points[left]) / (points[right] - points[left])
-    return values[left] + share * (values[right] - values[left])
+    value = values[left] + share * (values[right] - values[left])
+    return value if at <= points[right] else max(values[right], value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -281,7 +282,8 @@ class Watch(Message, tag="watch"):
 class TokenWaits(Message, tag="token-waits"):
     """To an engine with a latency target: times between two tokens since the last such message. There is no answer.
 
-    Only streams count, and only times in which the stream's reader waited for the engine.
+    Only streams count, and only times in which the stream's reader waited for the engine. Late tokens that no smaller
+    step would have mended are left out.
     """
 
     count: int
@@ -398,11 +400,20 @@ class Outputs(Message, tag="outputs"):
     prompt_logprobs: list[tuple[TokenLogprobs, ...]]
     vector: list[bytes]
     cached_by_tier: list[tuple[int, int, int]]
+    sent_at: float = 0.0
+    """When the engine sent them, in seconds on its monotonic clock; 0: unknown."""
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns by name."""
+        columns = msgspec.structs.asdict(self)
+        del columns["sent_at"]
+        return columns
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:
         """The outputs as one SequenceOutput for each sequence."""
-        return Columns(SequenceOutput, **msgspec.structs.asdict(self))
+        return Columns(SequenceOutput, **self.columns)
 
 
 class Results(Message, tag="results"):

@@ -81,11 +81,12 @@ class EngineProcess:
     remote: Remote | None = None
 
     def __init__(
-        self, device: str = "auto", builder: str = BUILD, *, environment: Mapping[str, str] | None = None
+        self, device: str = "auto:0", builder: str = BUILD, *, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start the process, from the thread that lives longest. `device` is the config's. Raises OSError.
+        """Start the process, from the thread that lives longest. `device` is the config's `first_device`.
 
-        `builder` is the module that it loads together with PyTorch. `environment` is added to ours.
+        `builder` is the module that it loads together with PyTorch. `environment` is added to ours. Raises
+        OSError.
         """
         self.began = time.monotonic()
         self._process = subprocess.Popen(

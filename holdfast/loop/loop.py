@@ -31,11 +31,15 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         refresh: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
         prepare: Callable[[], bool] = lambda: False,
+        gap: Callable[[], bool] = lambda: False,
         observers: Iterable[Observer[Plan, Result]] = (),
     ) -> None:
         """`refresh` is called before the planner plans or gives its stats, to pass it the latest changes.
 
         `on_close` is called when the loop is closed, before the executor is released. `Loop.prepare` calls `prepare`.
+
+        `gap` is asked in each step whether something to prepare is worth a pause, and whether the work may wait for it.
+        If so, the steps in flight end first, and `prepare` is called before the next plan if `gap` still says so.
 
         `observers` see every step, in this order; `observe` adds one to them.
         """
@@ -45,7 +49,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self.executor = executor
         self._steps_in_flight = steps_in_flight
         self._clock = clock
-        self._refresh, self._on_close, self._prepare = refresh, on_close, prepare
+        self._refresh, self._on_close, self._prepare, self._gap = refresh, on_close, prepare, gap
         self._observers = [*observers]
         self._plans: deque[Plan] = deque()
         self.prepared = False
@@ -73,6 +77,20 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         Returns None, at once, if nothing is in flight.
         """
         self._refresh()
+        if not self._gap():
+            self._submit()
+        elif not self._plans:
+            self.prepare()
+            self._submit()
+        if not self._plans:
+            return None
+        result = self.executor.collect()
+        for observer in self._observers:
+            observer.ended(result)
+        return self.planner.update(self._plans.popleft(), result, self._clock())
+
+    def _submit(self) -> None:
+        """Submit plans until enough are in flight."""
         while len(self._plans) < self._steps_in_flight:
             plan = self.planner.schedule(self._clock())
             if plan is None:
@@ -81,12 +99,6 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
                 observer.planned(plan)
             self.executor.submit(plan)
             self._plans.append(plan)
-        if not self._plans:
-            return None
-        result = self.executor.collect()
-        for observer in self._observers:
-            observer.ended(result)
-        return self.planner.update(self._plans.popleft(), result, self._clock())
 
     def has_work(self) -> bool:
         """Whether a further step would do anything: a request has not ended, or a step is in flight."""

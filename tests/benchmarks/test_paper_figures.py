@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import pensieve_figures, pensieve_served, sarathi, sarathi_figures
+from benchmarks.papers import pensieve_figures, sarathi, sarathi_figures
 from benchmarks.papers.pensieve import CUT, LATENCY, MANY_TURNS, chosen_share, steady
 
 
@@ -89,16 +89,6 @@ def test_smaller_chunks_cost_more_and_reductions_the_most() -> None:
 def test_a_whole_prompt_beside_decodes_weighs_less_if_launches_make_them_slow() -> None:
     rows = sarathi.joining()
     assert max(row["launched_whole"] for row in rows) < 28.3 < max(row["whole"] for row in rows)
-
-
-def test_phases_follow_one_another_with_their_own_rates_and_count_their_ends() -> None:
-    talks = pensieve_served.arriving([2.0, 8.0], 100.0, 2.0, seed=0)
-    early = [talk for talk in talks if talk["arrival_s"] <= 100.0]
-    assert len(early) == pytest.approx(200, rel=0.2) and len(talks) - len(early) == pytest.approx(800, rel=0.2)
-    answers = [pensieve_served.Answered(ended - 1.0, ended, 10, 20, 5) for ended in (1.0, 2.0, 2.9, 3.0)]
-    found = pensieve_served.figures(answers, 4.0, 2.0, 3.0)
-    assert (found["requests"], found["req_s"], found["prompt_hit"]) == (2, 2.0, 0.25)
-    assert found["norm_latency_ms_mean"] == pytest.approx(100.0)
 
 
 def test_a_search_that_ran_for_one_system_completes_the_row_of_its_set_up() -> None:

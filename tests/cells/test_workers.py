@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from holdfast.cells.cell import Cell, Output, State, Value
+from holdfast.cells.executor import CellExecutor, CpuExecutor
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest
 from holdfast.cells.workers import Workers, tasks_of_a_round
@@ -394,6 +395,22 @@ def test_settings_out_of_range_are_refused(devices: list[str], options: dict[str
     nothing: Any = lambda _: None  # noqa: E731
     with pytest.raises(ValueError, match=message):
         Workers(Tagger(), devices, clock=time.monotonic, on_outputs=nothing, on_failure=nothing, **options)
+
+
+def test_the_thread_of_a_worker_makes_its_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[str, torch.device] = {}
+
+    def on_cpu(cells: Sequence[Cell], types: dict[Cell, int], device: str, **options: Any) -> CellExecutor:
+        return CpuExecutor(cells, types, capacity=options["capacity"], sizes=options["sizes"])
+
+    monkeypatch.setattr("holdfast.cells.workers.make_executor", on_cpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(
+        "torch.cuda.set_device", lambda device: chosen.update({threading.current_thread().name: device})
+    )
+    with running(Tagger(), ["cuda:1"]):
+        pass  # closing the workers waits for the thread
+    assert chosen == {"cells-0-cuda:1": torch.device("cuda:1")}
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(1, 2), (2, 1), (4, 1)])

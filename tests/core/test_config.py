@@ -75,6 +75,22 @@ def test_each_rank_has_the_gpu_that_devices_name_or_its_own_number():
     assert EngineConfig(tp=2, devices="3,3").gpus == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [
+        (EngineConfig(), "auto:0"),
+        (EngineConfig(device="cpu"), "cpu"),
+        (EngineConfig(tp=2, device="cuda", devices="2,0"), "cuda:2"),
+        (AppConfig(), "auto:0"),
+        (AppConfig(app_device=("cpu", "cpu")), "cpu"),
+        (AppConfig(app_device=("cpu", "cuda:3", "cuda:1")), "cuda:3"),
+        (AppConfig(app_device=("cuda",)), "cuda:0"),
+    ],
+)
+def test_the_first_process_begins_on_the_gpu_that_it_will_use(config, device):
+    assert config.first_device == device
+
+
 def test_token_budget_and_tbt_target_together_are_refused():
     with pytest.raises(ValueError, match="token_budget and tbt_target"):
         EngineConfig(token_budget=512, tbt_target=50.0)

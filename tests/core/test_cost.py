@@ -282,3 +282,41 @@ def test_more_decodes_than_were_measured_cost_no_less_each():
     for rows in (128, 256, 512):
         assert predictor.decodes([4096] * rows) == pytest.approx(rows * 0.0001)
         assert measured.decode(rows, 4096) == pytest.approx(0.0001)
+
+
+@given(
+    noise=st.lists(st.floats(0.7, 1.4), min_size=12, max_size=12),
+    context=st.integers(1, 20_000),
+    padded=st.booleans(),
+)
+def test_steps_of_more_decodes_or_longer_contexts_than_were_measured_never_get_cheaper(noise, context, padded):
+    """Each measured time is off by its own factor, so that larger sizes may have taken less time."""
+    linear = [time * factor for time, factor in zip((0.004, 0.005, 0.0055, 0.009, 0.016), noise, strict=False)]
+    decodes = [time * factor for time, factor in zip((0.003, 0.0035, 0.004), noise[5:], strict=False)]
+    attention = [time * factor for time, factor in zip((1e-5, 8e-5, 9e-5, 1e-4), noise[8:], strict=False)]
+    cost = replace(
+        COST,
+        linear_tokens=(1, 64, 128, 256, 512),
+        linear_seconds=tuple(linear),
+        attention_contexts=(16, 1024),
+        attention_seconds=((0.0, 1e-4),) * len(COST.attention_queries),
+        decode_rows=(1, 64, 128),
+        decode_seconds=tuple(decodes),
+        decode_attention=((0.0, attention[0]), (0.0, attention[1]), tuple(attention[2:])),
+    )
+    cost = PaddedCost.of(cost) if padded else cost
+    seconds = [cost.step([(1, context)] * rows) for rows in range(128, 1100, 9)]
+    assert seconds == sorted(seconds)
+    assert Predictor(cost).drafted(600, []) >= Predictor(cost).drafted(500, [])
+    longer = [cost.step([(1, at)] * 200) for at in range(1024, 4096, 64)]
+    assert longer == sorted(longer)
+
+
+def test_more_decodes_than_were_measured_take_the_time_that_their_rows_add_to_linear_layers():
+    graphs = replace(
+        COST, linear_tokens=(1, 128, 512), linear_seconds=(0.004, 0.006, 0.012), decode_rows=(1, 64, 128),
+        decode_seconds=(0.003, 0.005, 0.005),
+    )  # fmt: skip
+    assert graphs.decode_only(128) == 0.005
+    assert graphs.decode_only(512) == pytest.approx(0.011) and graphs.decode_only(320) == pytest.approx(0.008)
+    assert Predictor(graphs).segments([(0, 1)] * 512) == pytest.approx(0.011 + 512 * COST.attention(1, 1))

@@ -45,8 +45,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         self.app, self.config = app, config
         self._threads, self._measure, self._ledger = threads, measure, ledger
         self._running: dict[str, asyncio.Future[messages.AppResult]] = {}
-        on_cpu = bool(config.app_device) and set(config.app_device) == {"cpu"}
-        super().__init__(EngineProcess("cpu" if on_cpu else "auto", APPS), on_progress)
+        super().__init__(EngineProcess(config.first_device, APPS), on_progress)
 
     @classmethod
     async def start(

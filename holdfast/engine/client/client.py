@@ -152,7 +152,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """For the name of each adapter that is being loaded or unloaded, the event of its end."""
         self._postponed: set[str] = set()
         """Versions to forget, content ids, whose name is being loaded: the load may bring them back."""
-        super().__init__(process or EngineProcess(config.device), on_progress, connect)
+        super().__init__(process or EngineProcess(config.first_device), on_progress, connect)
         self.tuning = TuningClient(self._tell, self.adapters, self._check_alive, drives=drives)
         """The tuning jobs of the engine."""
 
@@ -553,15 +553,16 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 request = stream.request
                 there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
                 self._child.send(messages.Submit(there, stream.note))
-            timed, last = self._pace.target < inf and stream.request.priority < BATCH_CLASS, inf
+            timed, last, before = self._pace.target < inf and stream.request.priority < BATCH_CLASS, inf, 0.0
             while not stream.given:
                 waits = not stream.changed  # A reader that came later than the token may be slow itself.
                 delta = await stream.next()
                 if timed and delta.tokens:
                     now = time.monotonic()
+                    way = now - stream.sent_at if stream.sent_at else 0.0
                     if waits and last < inf:
-                        self._pace.note(now - last, now)
-                    last = now
+                        self._pace.note(now - last, now, way=way, way_before=before)
+                    last, before = now, way
                 yield delta
         finally:
             if self._forget(request_id) and not self.dead.is_set():
@@ -600,9 +601,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Outputs():
-                now = time.monotonic()
+                now, sent_at = time.monotonic(), message.sent_at and message.sent_at - self.ahead
                 for output in message.outputs:
-                    self._deliver(output, now)
+                    self._deliver(output, now, sent_at)
             case messages.Steps():
                 self.on_steps(message)
             case messages.Activity():
@@ -651,8 +652,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self._adopted[request.id] = adoption
         return adoption
 
-    def _deliver(self, output: SequenceOutput, now: float) -> None:
-        """Hand a stream its output of one step.
+    def _deliver(self, output: SequenceOutput, now: float, sent_at: float = 0.0) -> None:
+        """Hand a stream its output of one step, which the engine sent at a time on our clock (0: unknown).
 
         The text is decoded here and not by the reader, because a slow reader must not delay the abort after a stop
         string.
@@ -663,7 +664,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             return
         stream = self._streams[output.request_id]
         self._waiting.discard(output.request_id)
-        stream.take(output, now, output.scheduled_at - self.ahead)
+        stream.take(output, now, output.scheduled_at - self.ahead, sent_at)
         if stream.finish_reason is not None:
             self._forget(output.request_id)
             if output.finish_reason is None:  # ended by a stop string, which only the client looks for

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.engine import messages
+from holdfast.lm.scheduler.correction import MAX_LEARNED_MARGIN
 
 REPORT_SECONDS = 0.25
 """Least seconds between two reports."""
@@ -14,7 +15,13 @@ class PaceReport:
     """Counts times between two tokens of streams, and how many of them were late. Reports them now and then.
 
     The engine knows when its steps end. The way from there to a stream's reader, through an event loop that sends the
-    tokens of other streams, is known only here.
+    tokens of other streams, is known only here. The engine answers late tokens with smaller steps, so tokens that say
+    nothing of that are left out, as if they had not come:
+
+    - Late tokens whose way took longer than that of the token before by more than the largest margin of a step: this
+      process stood still, or its machine did.
+    - All tokens whose way took longer than the target: this process is a step behind, so the times between tokens are
+      its own.
     """
 
     def __init__(self, target: float, send: Callable[[messages.TokenWaits], None]) -> None:
@@ -24,10 +31,17 @@ class PaceReport:
         self._due_at = 0.0
         """Time of the next report at the earliest."""
 
-    def note(self, seconds: float, now: float) -> None:
-        """Count a time between two tokens that ended at `now`."""
+    def note(self, seconds: float, now: float, *, way: float = 0.0, way_before: float = 0.0) -> None:
+        """Count a time between two tokens that ended at `now`.
+
+        `way` is the time in seconds from the end of the engine's step until the reader had the token, and `way_before`
+        that of the token before it; 0: unknown.
+        """
+        late = seconds > self.target
+        if way > self.target or (late and way - way_before > MAX_LEARNED_MARGIN * self.target):
+            return
         self._count += 1
-        self._late += seconds > self.target
+        self._late += late
         if now >= self._due_at:
             self._send(messages.TokenWaits(self._count, self._late))
             self._count = self._late = 0

@@ -171,6 +171,8 @@ class Stream:
         self._errors: list[Exception] = []
         """The error that ends the stream, if there is one."""
         self._changed = asyncio.Event()
+        self.sent_at = 0.0
+        """When the engine sent the last output, in seconds on our clock; 0: unknown."""
         self._answer = array("I")
         self._single: deque[tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]] = deque()
         """Text, token and log probabilities of each delta to come, if the request has a note."""
@@ -221,12 +223,13 @@ class Stream:
         first, gap = (self._first, max(self._gap, last - self._last)) if self._count else (last, 0.0)
         return self.contract.first_broken(first - arrival, gap, last - arrival)
 
-    def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
+    def take(self, output: SequenceOutput, now: float, scheduled: float, sent_at: float = 0.0) -> None:
         """Add the output of one step.
 
-        `scheduled` is the time at which the sequence was first scheduled, on our clock.
+        `scheduled` is the time at which the sequence was first scheduled, and `sent_at` the time at which the engine
+        sent the output (0: unknown), on our clock.
         """
-        tokens, reason = output.tokens, output.finish_reason
+        tokens, reason, self.sent_at = output.tokens, output.finish_reason, sent_at
         ended = reason is not None
         if not self._count:
             # Another host's clock is known only to within half a round trip, so its times may seem to lie outside of

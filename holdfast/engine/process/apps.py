@@ -21,7 +21,7 @@ from holdfast.cells.application import Application, UnfoldsMany
 from holdfast.cells.cell import Field, sizes_by_type
 from holdfast.cells.plan import CellOutput, CellRequest, CellRequests
 from holdfast.cells.types import number
-from holdfast.cells.workers import Turns, Workers
+from holdfast.cells.workers import Turns, Workers, use_device
 from holdfast.core.config import AppConfig
 from holdfast.core.device_turns import DeviceTurns
 from holdfast.core.stages import Stages
@@ -90,6 +90,7 @@ class AppEngine:
             torch.set_num_threads(start.threads)
         self._application, self._config, self._parent = application, config, parent
         self._devices = devices_of(config)
+        use_device(self._devices[0])
         types = number(application.cells)
         if start.measure:
             found: Found | None = measure_profile(

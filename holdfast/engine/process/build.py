@@ -88,11 +88,13 @@ from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
+    DeviceExecutor,
     EngineShape,
     LanguageExecutor,
     LanguageLoop,
     MemoryMeasurement,
 )
+from holdfast.loop.contracts import Clock
 from holdfast.loop.loop import Loop
 
 if TYPE_CHECKING:
@@ -310,8 +312,15 @@ def make_loop(site: Site, served: Served, builders: Sequence[PartBuilder], keep:
         partial(call_all, refreshing),
         partial(close_all, closing),
         executor.prepare,
+        partial(may_pause, executor, served.scheduler, clock),
         observers,
     )
+
+
+def may_pause(executor: DeviceExecutor, scheduler: Scheduler, clock: Clock) -> bool:
+    """Whether a pause of all streams is worth what the executor would prepare in it, and makes no token late."""
+    seconds = executor.due
+    return seconds > 0 and scheduler.pause(seconds, clock())
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:

@@ -491,7 +491,7 @@ class Clients:
 
     def _send_outputs(self, outputs: messages.Outputs) -> None:
         """Send each client the outputs of its own requests. Outputs of dropped clients go to nobody."""
-        columns = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
+        columns = outputs.columns
         rows: dict[int, list[int]] = {}
         whole, now = outputs.outputs, self._clock()
         for at, id in enumerate(columns.pop("request_id")):
@@ -500,15 +500,15 @@ class Clients:
                 self._held.take(whole[at], now)
         for client in self._all():
             if (mine := rows.get(client.number)) is not None:
-                self._send_rows(client, outputs.request_id, columns, mine)
+                self._send_rows(client, outputs, columns, mine)
 
     @staticmethod
-    def _send_rows(client: Client, ids: list[str], columns: dict[str, list[Any]], rows: list[int]) -> None:
-        own = [client.own_id(ids[at]) for at in rows]
+    def _send_rows(client: Client, outputs: messages.Outputs, columns: dict[str, list[Any]], rows: list[int]) -> None:
+        own = [client.own_id(outputs.request_id[at]) for at in rows]
         chosen = {name: [column[at] for at in rows] for name, column in columns.items()}
         ended = [id for id, reason in zip(own, chosen["finish_reason"], strict=True) if reason is not None]
         client.requests.difference_update(ended)
-        client.send(messages.Outputs(own, **chosen))
+        client.send(messages.Outputs(own, **chosen, sent_at=outputs.sent_at))
 
     def _send_refusal(self, message: messages.Refused | messages.ContractRefusal) -> None:
         number = self._owner(message.request_id)

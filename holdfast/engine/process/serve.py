@@ -113,13 +113,17 @@ class Loading:
     """Imports PyTorch and the builder's module in a thread, while the client prepares its first message."""
 
     def __init__(self, device: str, builder: str = BUILD) -> None:
-        """Begin. `builder` is the module to load. On a GPU, unless `device` is cpu, its context is made meanwhile."""
+        """Begin. `builder` is the module to load.
+
+        `device` is `cpu`, or ends with the number of a GPU. The context of that GPU, if it exists, is made meanwhile.
+        """
         self.began = time.monotonic()
         self.ended = self.began
-        self._device, self._builder = device, builder
+        self._gpu = None if device == "cpu" else int(device.partition(":")[2])
+        self._builder = builder
         self._errors: list[BaseException] = []
-        if device != "cpu":
-            threading.Thread(target=make_context, name="holdfast-make-context", daemon=True).start()
+        if self._gpu is not None:
+            threading.Thread(target=make_context, args=(self._gpu,), name="holdfast-make-context", daemon=True).start()
         self._thread = threading.Thread(target=self._load, name="holdfast-load", daemon=True)
         self._thread.start()
 
@@ -135,8 +139,8 @@ class Loading:
             # This import takes seconds, so it is not at the top.
             import torch
 
-            if self._device != "cpu" and torch.cuda.is_available():
-                threading.Thread(target=wake_gpu, name="holdfast-wake-gpu", daemon=True).start()
+            if self._gpu is not None and torch.cuda.is_available():
+                threading.Thread(target=wake_gpu, args=(self._gpu,), name="holdfast-wake-gpu", daemon=True).start()
             importlib.import_module(self._builder)
         except BaseException as error:
             self._errors.append(error)
@@ -198,7 +202,7 @@ def build_and_serve(start: messages.Start, parent: Parent, loading: Loading | No
     """Do the work of `run`. `admit` gives all clients once the engine is built."""
     last_resort = LastResort(parent.wake)
     ranks = start_ranks(start.config, last_resort)  # they load PyTorch meanwhile
-    stages = begin(start.began, parent, loading or Loading(start.config.device))
+    stages = begin(start.began, parent, loading or Loading(start.config.first_device))
     from holdfast.engine.process.build import build_engine
 
     build = partial(
@@ -273,8 +277,8 @@ def begin(began: float, parent: Parent, loading: Loading) -> Stages:
     return stages
 
 
-def make_context() -> None:
-    """Make the context of the GPU that PyTorch will use, by the driver alone. Does nothing for a PyTorch without CUDA.
+def make_context(gpu: int) -> None:
+    """Make the context of a GPU, by its number, with the driver alone. Does nothing for a PyTorch without CUDA.
 
     It takes a while, and needs neither PyTorch nor Python's lock. An error here occurs again, and is reported, at the
     first use.
@@ -287,16 +291,16 @@ def make_context() -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     with contextlib.suppress(OSError):  # no driver
         driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), gpu) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def wake_gpu() -> None:
-    """Let PyTorch begin to use the GPU. An error here occurs again, and is reported, at the first use."""
+def wake_gpu(gpu: int) -> None:
+    """Let PyTorch begin to use a GPU. An error here occurs again, and is reported, at the first use."""
     import torch
 
     with contextlib.suppress(Exception):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=f"cuda:{gpu}")
 
 
 def serve(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handler]) -> None:
@@ -356,7 +360,7 @@ def do_step(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Han
     """Do one step and send its outputs. A pause in a part's own work is used like a pause of the loop."""
     outputs = loop.step()
     if outputs:
-        parent.send(messages.Outputs(**outputs.by_name))
+        parent.send(messages.Outputs(**outputs.by_name, sent_at=time.monotonic()))
     elif any(handler.between_steps() for handler in handlers):
         loop.prepare()
     elif outputs is None and any(handler.awaited for handler in handlers):

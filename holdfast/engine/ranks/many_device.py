@@ -351,6 +351,10 @@ class ManyExecutor(DeviceExecutor):
         self._captures = own or any(isinstance(answer, Done) and answer.result for answer in answers)
         return self._captures
 
+    @property
+    def due(self) -> float:
+        return self._own.due if self._captures else 0.0
+
     def close(self) -> None:
         """End the steps in flight on all ranks, then the ranks. Once one has failed, none is waited for."""
         try:

@@ -222,6 +222,24 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
     )
 
 
+@torch.inference_mode()
+def measure_decodes(
+    device: TimedDevice, rows: Sequence[int], contexts: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+    """Time steps of decodes alone, as `measure_cost` does. Returns `decode_seconds` and `decode_attention` of a model.
+
+    Takes a few seconds on a GPU. Overwrites the cache.
+    """
+    while device.executor.prepare():  # otherwise steps would be measured as padded to larger sizes
+        pass
+    every_second = dict.fromkeys((*contexts[::2], contexts[-1]))
+    decodes = [[(context, _decodes_up_to(count, context)) for context in every_second] for count in rows]
+    _load(device, decodes[-1][-1][1])
+    taken = _in_rounds(device, [spans for row in reversed(decodes) for _, spans in reversed(row)])
+    attention = tuple(_decode_attention(row, taken, contexts) for row in decodes)
+    return tuple(taken[row[0][1]] for row in decodes), attention
+
+
 def _pairs(spans: Spans) -> float:
     """Number of (query, position) pairs in the attention of these ranges."""
     return sum((stop - start) * (start + stop) / 2 for start, stop in spans)

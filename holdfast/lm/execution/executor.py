@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.lm.execution.batch import PackedStep, StagedStep
+from holdfast.lm.execution.capture_queue import Missed
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.execution.part import (
     EVERY_TOKEN,
@@ -110,6 +111,8 @@ class CudaFlight:
     """Results of parts that follow from the drawn tokens. They are complete when the next step is."""
     launched: Sequence[Launched] = ()
     """Work that parts launched after the segments."""
+    missed: tuple[int, Missed] | None = None
+    """The kind of the step, and the graph that it missed, if it ran as a larger one than it needed."""
     follows: Sequence[PartResult] = ()
     """Results that follow from the step's tokens."""
     error: Exception | None = None
@@ -268,6 +271,9 @@ class PagedExecutor:
             # The device computed them before this step.
             result = result.with_parts(*[each.result() for each in self._followed])
             self._followed = flight.followed
+            if flight.missed is not None:
+                kind, missed = flight.missed
+                memory.graphs[kind].left.lost(missed, result.seconds)
         if work is not None:
             memory.batch.release(work.staged)
         if memory.transfers is not None:
@@ -277,10 +283,12 @@ class PagedExecutor:
         return result
 
     def prepare(self) -> bool:
-        """Use a pause to capture one more graph, if no step is in flight. Returns whether it did."""
+        """Use a pause to rehearse or capture one more graph, if no step is in flight. Returns whether it did."""
         memory = self.memory
         if not memory.graphs or self._in_flight:
             return False
+        begun = [graphs for graphs in memory.graphs if graphs.left.rehearsed]
+        by_padding = sorted(memory.graphs, key=lambda graphs: graphs.left.padding, reverse=True)
         # Other threads may not lock memory while a graph is captured.
         with ExitStack() as quiet:
             if memory.host is not None:
@@ -288,7 +296,17 @@ class PagedExecutor:
             for part in self._hooks.idle:
                 quiet.enter_context(part.idle())
             with torch.inference_mode():
-                return any(graphs.capture_next() for graphs in memory.graphs)
+                return any(graphs.capture_next() for graphs in (*begun, *by_padding))
+
+    @property
+    def due(self) -> float:
+        """`DeviceExecutor.due`. 0 while the host tier is being pinned, because no graph can be captured meanwhile."""
+        memory = self.memory
+        if memory.host is not None and memory.host.ready < memory.host.blocks:
+            return 0.0
+        due = [graphs.left.due for graphs in memory.graphs]
+        begun = [graphs.left.due for graphs in memory.graphs if graphs.left.rehearsed]
+        return max(begun or due, default=0.0)
 
     def close(self) -> None:
         """Stop the worker, or wait for the device, and unlock the host tier. Steps in flight are abandoned."""
@@ -369,6 +387,7 @@ class PagedExecutor:
                 began.record()
             if work is not None:
                 flight.computed = self._forward(work, layers)
+                flight.missed = self._missed(work)
             if flight.rules.waits:
                 self._undrawn = flight
             else:
@@ -422,6 +441,12 @@ class PagedExecutor:
         captured = graphs and not swapping_in and not work.hidden
         started = graphs[staged.kind].run(staged) if captured else None
         return started or self._eager(work, layers)
+
+    def _missed(self, work: Work) -> tuple[int, Missed] | None:
+        """The kind of the step that was just launched, and the graph that it missed; None if it missed none."""
+        kind, graphs = work.staged.kind, self.memory.graphs
+        missed = graphs[kind].take_missed() if graphs else None
+        return None if missed is None else (kind, missed)
 
     @torch.inference_mode()
     def _draw(self, work: Work, packed: PackedStep, given: torch.Tensor, masks: torch.Tensor | None) -> Outcome:

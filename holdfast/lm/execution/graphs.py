@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
+from holdfast.lm.execution.capture_queue import CaptureQueue, GraphSize, Missed
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture, replay_seconds
 from holdfast.lm.kernels.collectives.protocol import Group
@@ -208,9 +209,14 @@ class StepGraphs:
         self._ready_bodies: list[tuple[int, int]] = []
         self._ready_heads: list[int] = []
         self._ready_decodes: list[int] = []
-        self._left: deque[Callable[[], Callable[[], None]]] = deque()
-        """A call for each size that the start left out. It captures the size and returns the call that puts it into
-        use."""
+        self._bodies_by_size = sizes.bodies()[::-1]
+        """All bodies, in ascending order."""
+        self.left = CaptureQueue()
+        """The sizes that the start left out."""
+        self._missed: Missed | None = None
+        """The graph that the last step missed, if it was padded to a larger one."""
+        self._rehearsal_of: tuple[StepMetadata, float] | None = None
+        """Metadata of the size that was rehearsed and is captured next, and how many seconds the rehearsal took."""
         batch.clear()
 
     def capture(self) -> None:
@@ -221,58 +227,94 @@ class StepGraphs:
         else:
             self._pool, self._between = self._plain._pool, self._plain._between
         # The largest comes first, because the others fit into its memory.
-        for body in sizes.first_bodies:
-            self._capture_body(body)()
         head_sizes = sizes.rows if self._model.spec.last else ()
-        for size in reversed(head_sizes):
-            if size in first.rows:
-                self._capture_head(size)()
-        for size in reversed(first.decodes):
-            self._capture_decode(size)()
+        at_start = [
+            *(GraphSize("body", *body) for body in sizes.first_bodies),
+            *(GraphSize("head", size) for size in reversed(head_sizes) if size in first.rows),
+            *(GraphSize("decode", size) for size in reversed(first.decodes)),
+        ]
+        for size in at_start:
+            self._rehearse_size(size)
+            self._capture_size(size)()
         # Graphs of the shortest steps come first.
-        self._left.extend(partial(self._capture_decode, size) for size in sizes.decodes if size not in first.decodes)
-        self._left.extend(partial(self._capture_head, size) for size in head_sizes if size not in first.rows)
+        self.left.add(GraphSize("decode", size) for size in sizes.decodes if size not in first.decodes)
+        self.left.add(GraphSize("head", size) for size in head_sizes if size not in first.rows)
         left = set(sizes.bodies()) - set(sizes.first_bodies)
-        self._left.extend(partial(self._capture_body, body) for body in sorted(left))
+        self.left.add(GraphSize("body", *body) for body in sorted(left))
 
     def capture_next(self) -> bool:
-        """Capture one of the remaining sizes, while no step is in flight. Returns False if none is left.
+        """Rehearse or capture one of the remaining sizes, while no step is in flight. Returns False if none is left.
 
         Capturing ends for good once a device of the group lacks memory for a rehearsal: all devices must pad a step to
         the same size.
         """
-        if not self._left:
+        if not self.left:
             return False
-        self._batch.clear()  # otherwise the rehearsal would run the last step again
+        size = self.left.next
+        use: Callable[[], None] | None
         try:
-            use = self._left.popleft()()
+            use = partial(setattr, self.left, "rehearsed", size)
+            if self.left.rehearsed is None:
+                self._batch.clear()  # otherwise the rehearsal would run the last step again
+                self._rehearse_size(size)
+            else:
+                use = self._capture_size(size)
         except torch.OutOfMemoryError:
             use = None
         if self._group is not None:
             done = torch.tensor([use is not None], dtype=torch.int64, device=self._batch.device)
             use = use if self._group.gather(done).all() else None
         if use is None:
-            self._left.clear()
+            self.left.clear()
+            self._rehearsal_of = None
             return False
         use()
         return True
 
-    def _capture_body(self, body: tuple[int, int]) -> Callable[[], None]:
-        return partial(_add, body, self._capture(self._body, *body), self._bodies, self._ready_bodies)
+    def _rehearse_size(self, size: GraphSize) -> None:
+        """Run a size once, without a graph, and keep its metadata. Waits for the device."""
+        began = time.perf_counter()
+        with nullcontext() if self._group is None else self._group.alone():
+            metadata = self._rehearse(self._work(size), size.size, size.segments)
+        if self._batch.device.type == "cuda":
+            torch.cuda.synchronize(self._batch.device)
+        self._rehearsal_of = metadata, time.perf_counter() - began
 
-    def _capture_head(self, size: int) -> Callable[[], None]:
-        return partial(_add, size, self._capture(self._head, size), self._heads, self._ready_heads)
+    def _capture_size(self, size: GraphSize) -> Callable[[], None]:
+        """Capture the size that was rehearsed. Returns the call that puts its graph into use."""
+        if self._rehearsal_of is None:
+            raise RuntimeError(f"the graph of {size} has not been rehearsed")
+        (metadata, rehearsal), began = self._rehearsal_of, time.perf_counter()
+        self._rehearsal_of = None
+        memsets = self._memsets if size.size > KINDS[-1] else None
+        captured = Captured(self._captured(self._work(size), size.size, metadata, memsets), metadata)
+        kept = None if self._slower(size, captured) else captured
+        return partial(self._use, size, kept, rehearsal, time.perf_counter() - began)
 
-    def _capture_decode(self, size: int) -> Callable[[], None]:
-        captured = self._capture(self._decode, size)
-        use = partial(_add, size, captured, self._decodes, self._ready_decodes)
+    def _slower(self, size: GraphSize, captured: Captured) -> bool:
+        """Whether steps of many decodes take longer as this size than as the next larger one."""
         # Devices of a group would have to replay at the same time, and to agree.
-        if size <= TIMED_DECODES or self._group is not None:
-            return use
-        seconds = self._decode_seconds[size] = replay_seconds(captured.graph)
-        larger = self._ready_decodes[bisect_left(self._ready_decodes, size) :][:1]
-        slower = any(seconds > self._decode_seconds[other] for other in larger)
-        return _nothing if slower else use
+        if size.kind != "decode" or size.size <= TIMED_DECODES or self._group is not None:
+            return False
+        seconds = self._decode_seconds[size.size] = replay_seconds(captured.graph)
+        larger = self._ready_decodes[bisect_left(self._ready_decodes, size.size) :][:1]
+        return any(seconds > self._decode_seconds[other] for other in larger)
+
+    def _use(self, size: GraphSize, captured: Captured | None, rehearsal: float, capture: float) -> None:
+        """Put the graph of a size into use, if there is one. The seconds are those of its two halves."""
+        if captured is None:
+            pass
+        elif size.segments is not None:
+            _add((size.size, size.segments), captured, self._bodies, self._ready_bodies)
+        elif size.kind == "head":
+            _add(size.size, captured, self._heads, self._ready_heads)
+        else:
+            _add(size.size, captured, self._decodes, self._ready_decodes)
+        self.left.captured(size, rehearsal, capture)
+
+    def _work(self, size: GraphSize) -> Callable[[int, StepMetadata], None]:
+        """The launches of a graph."""
+        return {"decode": self._decode, "head": self._head, "body": self._body}[size.kind]
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently.
@@ -296,13 +338,25 @@ class StepGraphs:
             size = _next(self._ready_decodes, tokens)
             started = self._start(staged, self._decodes[size], size)
             if started is not None or tokens == len(staged.segments.row):
+                if self.left and started is not None:
+                    wanted = GraphSize("decode", _next(self.sizes.decodes, tokens))
+                    self._missed = self.left.missed(wanted, GraphSize("decode", size))
                 return started
-        body = self.sizes.body(tokens, len(staged.segments.row), self._ready_bodies)
+        segments = len(staged.segments.row)
+        body = self.sizes.body(tokens, segments, self._ready_bodies)
         head = _next(self._ready_heads, rows) if rows and self._model.spec.last else None
         started = self._start(staged, self._bodies[body], body[0], head)
         if started is not None and head is not None:
             self._heads[head].graph.replay()
+        if self.left and started is not None:
+            wanted = GraphSize("body", *self.sizes.body(tokens, segments, self._bodies_by_size))
+            self._missed = self.left.missed(wanted, GraphSize("body", *body))
         return started
+
+    def take_missed(self) -> Missed | None:
+        """The graph that the step since the last call missed, if it was padded to a larger one."""
+        missed, self._missed = self._missed, None
+        return missed
 
     def _start(
         self, staged: StagedStep, captured: Captured, size: int, head: int | None = None
@@ -316,13 +370,6 @@ class StepGraphs:
         packed = self._batch.upload(staged, size, min(size, self._most_rows), head)
         captured.graph.replay()
         return packed, self._given[: staged.num_sampled if self._model.spec.last else staged.num_tokens]
-
-    def _capture(self, work: Callable[[int, StepMetadata], None], size: int, segments: int | None = None) -> Captured:
-        """Run `work` once, then capture it."""
-        with nullcontext() if self._group is None else self._group.alone():
-            metadata = self._rehearse(work, size, segments)
-        graph = self._captured(work, size, metadata, self._memsets if size > KINDS[-1] else None)
-        return Captured(graph, metadata)
 
     def _captured(
         self, work: Callable[[int, StepMetadata], None], size: int, metadata: StepMetadata, memsets: MemsetNodes | None
@@ -413,10 +460,6 @@ def memset_nodes(device: torch.device) -> MemsetNodes | None:
     from holdfast.lm.kernels.memset_nodes import MemsetNodes  # a CPU installation has no Triton
 
     return MemsetNodes.of()
-
-
-def _nothing() -> None:
-    """Leave a size out: its steps run as one of the next larger size, which takes no longer."""
 
 
 def _add(size: Any, captured: Captured, to: dict[Any, Captured], ready: list[Any]) -> None:

@@ -24,7 +24,7 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.whole_steps import is_plain
 
 PLAIN = "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and Phi 3"
-GPU_ORDER = 3
+GPU_ORDER = 4
 """Number of the order of sums on GPUs, which is raised when the order changes: stored state of another one has other
 bits."""
 SLICE = 16

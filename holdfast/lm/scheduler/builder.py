@@ -54,6 +54,13 @@ class Policy(ABC):
     def ended(self, entry: Entry) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a sequence that has ended."""
 
+    def spare(self, running: Iterable[Entry]) -> float:
+        """Seconds that streams among these sequences can wait in addition to a step of their decodes alone.
+
+        Infinite if none decodes, or if nothing was promised to them.
+        """
+        return inf
+
     def note_waits(self, count: int, late: int) -> None:  # noqa: B027  most policies learn nothing
         """Learn that clients had `late` of `count` times between two tokens of streams above the latency target."""
 
@@ -72,6 +79,9 @@ class PolicyExtension(Policy):
 
     def ended(self, entry: Entry) -> None:
         self.inner.ended(entry)
+
+    def spare(self, running: Iterable[Entry]) -> float:
+        return self.inner.spare(running)
 
     def note_waits(self, count: int, late: int) -> None:
         self.inner.note_waits(count, late)

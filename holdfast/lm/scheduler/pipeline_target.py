@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
+from math import inf
 
 from holdfast.core.cost import CostModel
 from holdfast.lm.scheduler.builder import StepBuilder
@@ -62,6 +64,10 @@ class PipelineLatencyTarget(LatencyTarget):
         self._since = [self._last_tokens(step.number + later - stages) for later in range(stages)]
         self._weigh_decodes(step)
         super().plan(step)
+
+    def spare(self, running: Iterable[Entry]) -> float:
+        """See `Policy.spare`. With streams it is 0: all stages would have to be empty for the pause to begin."""
+        return 0.0 if any(entry.decoding for entry in running) else inf
 
     def prefill_budget(self, step: StepBuilder) -> int:
         """A share of the prompt tokens still to be computed, or the efficient number if that is larger."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from math import inf
@@ -241,6 +242,15 @@ class LatencyTarget(Policy):
             self._correction(copies=step.copies).update(result.seconds / step.seconds)
             if not (others or self._seconds_apart):
                 self._measured = step, result.seconds
+
+    def spare(self, running: Iterable[Entry]) -> float:
+        """See `Policy.spare`. Lines of batches are left out, because they can sit out a step."""
+        streams = [entry for entry in running if entry.decoding and entry.sequence.request.priority < BATCH_CLASS]
+        if not streams:
+            return inf
+        seconds = self._predictor.decodes([entry.cache.planned + 1 for entry in streams])
+        seconds += self._predictor.mixed(len(streams), 0)
+        return self.target - self.wait(seconds * self.correction.factor)
 
     def note_waits(self, count: int, late: int) -> None:
         """Learn that clients had `late` of `count` times between two tokens above the target, with the way to them."""

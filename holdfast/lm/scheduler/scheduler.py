@@ -23,6 +23,9 @@ from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
 
 P = TypeVar("P", bound=Part)
 
+PAUSE_STEPS = 8
+"""Number of steps between two answers to whether there may be a pause."""
+
 
 class Scheduler:
     """Holds each sequence, with its state in memory, from its request to its end.
@@ -82,6 +85,8 @@ class Scheduler:
         self._results_at = 0.0
         """Time of the latest result."""
         self._tokens_computed = 0
+        self._paused_at: float | None = None
+        """When a pause began that the next step comes after; None if there was none."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
@@ -129,6 +134,9 @@ class Scheduler:
         in_flight = step.in_flight = bool(self._results.in_flight)
         step.results_at = self._results_at
         step.bound = self._policy.step_bound(step)
+        if self._paused_at is not None:
+            step.reserve(now - self._paused_at)
+            self._paused_at = None
         for part in hooks.begin:
             part.begin(step)
         if not step.postponed:
@@ -141,6 +149,18 @@ class Scheduler:
             for part in hooks.planned:
                 part.planned(plan)
         return plan
+
+    def pause(self, seconds: float, now: float) -> bool:
+        """Whether the streams can wait for a pause of so long without a late token, once no step is in flight.
+
+        If so, the next step counts the time since `now` as a part of its own. While a step is in flight, this is found
+        out only now and then, because it takes as long as planning does.
+        """
+        if self._results.in_flight and self._steps % PAUSE_STEPS:
+            return False
+        allowed = seconds <= self._policy.spare(self._queues.running)
+        self._paused_at = now if allowed and not self._results.in_flight else None
+        return allowed
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
         """Apply the result of the oldest plan in flight; returns the new tokens, and which sequences ended.

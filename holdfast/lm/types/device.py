@@ -178,6 +178,11 @@ class DeviceExecutor(LanguageExecutor, Protocol):
         """Use a pause for work that makes later steps faster. Returns whether it did. Nothing may be in flight."""
         ...
 
+    @property
+    def due(self) -> float:
+        """Seconds that the next `prepare` takes at most, if it is worth a pause of all streams; else 0."""
+        ...
+
 
 class HostTier(Protocol):
     """The memory of the host tier, which becomes usable piece by piece after `begin` was called."""

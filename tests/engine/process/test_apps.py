@@ -23,7 +23,7 @@ from holdfast.engine.client.app_group import start_group
 from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.engine.link import Parent
 from holdfast.engine.messages import Tensor
-from holdfast.engine.process.apps import LEAST_TOGETHER, MOST_TOGETHER, AppEngine, as_declared, devices_of
+from holdfast.engine.process.apps import LEAST_TOGETHER, MOST_TOGETHER, AppEngine, as_declared, devices_of, find
 from holdfast.engine.process.tensors import pack, unpack
 from tests.engine.conftest import build_app
 
@@ -250,6 +250,21 @@ def test_a_request_that_cannot_be_unfolded_fails_alone_although_it_came_with_oth
 def test_workers_run_where_the_options_say() -> None:
     assert devices_of(AppConfig(app_device=("cuda", "cuda:1", "cpu"))) == ["cuda:0", "cuda:1", "cpu"]
     assert len(devices_of(AppConfig())) == 1
+
+
+def test_the_thread_that_makes_cells_ready_uses_their_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def make_ready(application: object, devices: list[str], **options: object) -> None:
+        calls.append(f"workers on {devices[0]}")
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("holdfast.engine.process.apps.use_device", calls.append)
+    monkeypatch.setattr("holdfast.engine.process.apps.Workers", make_ready)
+    config = AppConfig(app=("tiny_apps:adding",), app_device=("cuda:1",), app_profile="off")
+    with pytest.raises(MemoryError, match="no room"):
+        AppEngine(messages.StartApp(config.app[0], config, 0.0, 1), find(config.app[0]), cast(Parent, Told()))
+    assert calls == ["cuda:1", "workers on cuda:1"]
 
 
 @pytest.mark.parametrize(

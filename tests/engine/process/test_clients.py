@@ -141,7 +141,7 @@ class House:
         self.clients.send(
             messages.Outputs(
                 [*ended], [(at,) for at in range(count)], reasons, [0] * count, [0.0] * count, [0] * count,
-                [()] * count, [()] * count, [b""] * count, [(0, 0, 0)] * count,
+                [()] * count, [()] * count, [b""] * count, [(0, 0, 0)] * count, sent_at=7.5,
             )
         )  # fmt: skip
 
@@ -180,6 +180,7 @@ def test_equal_request_ids_of_two_clients_stay_apart(house: House) -> None:
     mine, other = one.read(), two.read()
     assert (mine.request_id, mine.tokens, mine.finish_reason) == (["a"], [(0,)], [None])
     assert (other.request_id, other.tokens, other.finish_reason) == (["a"], [(1,)], [FinishReason.LENGTH])
+    assert mine.sent_at == other.sent_at == 7.5
     two.send(messages.Abort("a"))
     assert [each.request_id for each in house.take(1)] == second
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import queue
 import sys
+import time
 import types
 from collections import deque
 
@@ -75,6 +77,8 @@ def test_each_step_sends_one_message_with_all_its_tokens(steps_in_flight):
     serve(engine(*requests, steps_in_flight=steps_in_flight), parent, ())
     assert len(parent.sent) == 6
     assert all(len(message.outputs) == 2 for message in parent.sent)
+    sent_at = [message.sent_at for message in parent.sent]
+    assert sent_at == sorted(sent_at) and sent_at[0] > 0 and sent_at[-1] <= time.monotonic()
     for request in requests:
         assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
 
@@ -236,16 +240,32 @@ def test_imports_are_not_interrupted_by_the_collector_and_not_looked_at_again(mo
     enabled = []
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: enabled.append(collector.isenabled()))
-    monkeypatch.setattr("holdfast.engine.process.serve.make_context", lambda: None)
-    Loading("auto").wait()
+    monkeypatch.setattr("holdfast.engine.process.serve.make_context", lambda gpu: None)
+    Loading("auto:0").wait()
     assert enabled == [False] and collector.isenabled() and collector.get_freeze_count() > 0
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", []), ("auto:0", [0]), ("cuda:3", [3])])
+def test_a_process_that_loads_makes_the_context_of_its_own_gpu_alone(device, gpus, monkeypatch, collector):
+    made, woken = queue.SimpleQueue(), queue.SimpleQueue()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("holdfast.engine.process.serve.make_context", made.put)
+    monkeypatch.setattr("holdfast.engine.process.serve.wake_gpu", woken.put)
+    Loading(device).wait()
+    assert [each.get(timeout=60) for each in (made, woken) for _ in gpus] == gpus * 2
+    assert made.empty() and woken.empty()
 
 
 class Driver:
     """A GPU's driver that notes its calls."""
 
     def __init__(self, status):
-        self.calls, self.status = [], status
+        self.calls, self.devices, self.status = [], [], status
+
+    def cuDeviceGet(self, device, number):
+        self.calls.append("cuDeviceGet")
+        self.devices.append(number)
+        return self.status
 
     def __getattr__(self, name):
         return lambda *given: self.calls.append(name) or self.status
@@ -264,8 +284,8 @@ def test_a_context_is_made_without_pytorch_where_pytorch_will_use_the_gpu(cuda, 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    make_context()
-    assert driver.calls == calls
+    make_context(2)
+    assert driver.calls == calls and driver.devices == [2] * ("cuDeviceGet" in calls)
 
 
 def test_a_machine_without_a_driver_makes_no_context(monkeypatch, tmp_path):
@@ -279,7 +299,7 @@ def test_a_machine_without_a_driver_makes_no_context(monkeypatch, tmp_path):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr("ctypes.CDLL", missing)
-    make_context()
+    make_context(0)
 
 
 def test_messages_that_take_long_leave_the_rest_until_after_the_next_step():

@@ -18,7 +18,8 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.graphs import KINDS, MAX_TOKENS, Captured, GraphSizes, StepGraphs, StepMetadata
+from holdfast.lm.execution.capture_queue import GraphSize
+from holdfast.lm.execution.graphs import KINDS, MAX_TOKENS, GraphSizes, StepGraphs, StepMetadata
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.state_memory import RecurrentStates
 from holdfast.lm.kernels.attention.paged import PagedAttention
@@ -53,6 +54,11 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+def repeated(self: StepGraphs, work: Any, size: int, metadata: StepMetadata, memsets: Any) -> Any:
+    """A stand-in for a graph: it launches the work again."""
+    return SimpleNamespace(replay=lambda: work(size, metadata))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 512, 1000])
@@ -93,19 +99,23 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], li
     captured: list[Any] = []
     run: list[Any] = []
 
-    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Any:
-        captured.append((work.__name__, size, segments))
-        return SimpleNamespace(name=captured[-1], graph=SimpleNamespace(replay=lambda: run.append(("_head", size))))
+    def rehearse(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Any:
+        return work.__name__, size, segments
+
+    def capture(self: StepGraphs, work: Any, size: int, metadata: Any, memsets: Any) -> Any:
+        captured.append(metadata)
+        return SimpleNamespace(name=metadata, replay=lambda: run.append(("_head", size)))
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_rehearse", rehearse)
+    monkeypatch.setattr(StepGraphs, "_captured", capture)
     spec, batch = (
         SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu")),
         MagicMock(),
     )
     sizes = GraphSizes.of(200, 1024)
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
-    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size, head=None: run.append(graph.name) or ())
+    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size, head=None: run.append(graph.graph.name) or ())
     graphs.capture()
     return graphs, captured, run, batch
 
@@ -135,15 +145,16 @@ def test_decodes_with_drafts_run_as_a_step_of_as_many_decodes(recorded: Any) -> 
     assert run == [("_decode", 16, None)]
 
 
-def test_other_sizes_are_captured_one_at_a_time_and_then_used(recorded: Any) -> None:
+def test_other_sizes_are_rehearsed_and_captured_one_at_a_time_and_then_used(recorded: Any) -> None:
     graphs, captured, run, batch = recorded
     first = list(captured)
     captured.clear()
     count = 0
     while graphs.capture_next():
         count += 1
-        assert len(captured) == count
-        assert batch.clear.call_count == 1 + count, "the rehearsal must not run the last step again"
+        assert len(captured) == count // 2
+        assert batch.clear.call_count == 1 + (count + 1) // 2, "the rehearsal must not run the last step again"
+    assert count == 2 * len(captured)
     bodies = [("_body", *body) for body in graphs.sizes.bodies()]
     others = [("_head", size, None) for size in graphs.sizes.rows]
     others += [("_decode", size, None) for size in graphs.sizes.decodes]
@@ -153,13 +164,40 @@ def test_other_sizes_are_captured_one_at_a_time_and_then_used(recorded: Any) -> 
     assert run == [("_decode", 40, None), ("_body", 320, 64), ("_head", 8), ("_body", 640, 200), ("_head", 96)]
 
 
-def test_capturing_ends_where_memory_does(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_that_would_have_saved_most_padding_is_captured_first(recorded: Any) -> None:
+    graphs, captured, run, _ = recorded
+    captured.clear()
+    for step in (staged(36, 36, 36), *[staged(90, 520, 90)] * 3):
+        graphs.run(step)
+    while len(captured) < 2:
+        assert graphs.capture_next()
+    assert captured == [("_body", 640, 200), ("_decode", 40, None)]
+    run.clear()
+    graphs.run(staged(90, 520, 90))
+    assert run == [("_body", 640, 200), ("_head", 200)] and graphs.take_missed() is None
+
+
+def test_a_step_says_once_which_graph_it_missed_and_what_share_of_it_was_padding(recorded: Any) -> None:
+    graphs, *_ = recorded
+    graphs.run(staged(36, 36, 36))
+    assert graphs.take_missed() == (GraphSize("decode", 40), 1 - 40 / 48) and graphs.take_missed() is None
+    graphs.run(staged(5, 300, 9))
+    assert graphs.take_missed() == (GraphSize("body", 320, 64), 1 - 320 / 512)
+    graphs.run(staged(5, 60, 9))
+    assert graphs.take_missed() is None
+
+
+@pytest.mark.parametrize("half", ["_rehearse", "_captured"])
+def test_capturing_ends_where_memory_does(recorded: Any, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     graphs, _, run, _ = recorded
-    monkeypatch.setattr(StepGraphs, "_capture", fail)
+    if half == "_captured":
+        assert graphs.capture_next()
+    monkeypatch.setattr(StepGraphs, half, fail)
     assert not graphs.capture_next() and not graphs.capture_next()
+    assert not graphs.left and not graphs.left.due
     graphs.run(staged(36, 36, 36))
     assert run == [("_decode", 48, None)]
 
@@ -173,11 +211,12 @@ def test_decodes_of_a_size_that_is_slower_than_a_larger_one_run_as_the_larger_on
         timed.append(graph.size)
         return {448: 0.017, 432: 0.013}.get(graph.size, graph.size / 32_000)
 
-    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Any:
-        return SimpleNamespace(size=size, graph=SimpleNamespace(size=size, replay=lambda: None))
+    def capture(self: StepGraphs, work: Any, size: int, metadata: Any, memsets: Any) -> Any:
+        return SimpleNamespace(size=size, replay=lambda: None)
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_rehearse", lambda *given: None)
+    monkeypatch.setattr(StepGraphs, "_captured", capture)
     monkeypatch.setattr("holdfast.lm.execution.graphs.replay_seconds", seconds)
     spec = SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu"))
     run: list[int] = []
@@ -229,7 +268,7 @@ def test_a_size_is_used_once_every_device_of_the_group_has_captured_it(
     captured.clear()
     while graphs.capture_next():
         pass
-    assert len(captured) > 1 if done else len(captured) == 1
+    assert len(captured) > 1 if done else not captured
     graphs.run(staged(36, 36, 36))
     assert run == [("_decode", 48 if done == 0 else 40, None)]
 
@@ -244,7 +283,8 @@ def test_a_device_rehearses_alone_and_captures_with_its_group(monkeypatch: pytes
     sizes = GraphSizes(decodes=(4,), tokens=(), rows=(4,), segments=())
     model = SimpleNamespace(spec=spec)
     graphs = StepGraphs(model, MagicMock(), MagicMock(), [], sizes, group=group)  # type: ignore[arg-type]
-    graphs._capture_decode(4)()
+    graphs._rehearse_size(GraphSize("decode", 4))
+    graphs._capture_size(GraphSize("decode", 4))()
     assert seen == [True, False]
 
 
@@ -269,9 +309,10 @@ def test_memsets_of_large_steps_are_replaced_before_their_graph_can_run(monkeypa
     plain = StepGraphs(model, MagicMock(), MagicMock(), [], sizes)  # type: ignore[arg-type]
     for graphs in (plain, StepGraphs(model, MagicMock(), MagicMock(), [], sizes, plain=plain)):  # type: ignore[arg-type]
         monkeypatch.setattr(graphs, "_decode", lambda *given: None)
-        graphs._capture_decode(few)
-        assert done == []
-        graphs._capture_decode(many)
+        for size in (few, many):
+            assert done == []
+            graphs._rehearse_size(GraphSize("decode", size))
+            graphs._capture_size(GraphSize("decode", size))
         assert done == [("replaced", True), ("instantiated", True)]
         done.clear()
 
@@ -298,7 +339,8 @@ def test_a_graph_is_captured_again_with_its_memsets_if_they_cannot_be_replaced(
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), MagicMock(), [], sizes)  # type: ignore[arg-type]
     monkeypatch.setattr(graphs, "_decode", lambda *given: None)
     for size in (many, many + 8):
-        graphs._capture_decode(size)
+        graphs._rehearse_size(GraphSize("decode", size))
+        graphs._capture_size(GraphSize("decode", size))
     assert captured == [True, False, False]
     assert [record.getMessage() for record in caplog.records if "CUDA_ERROR_NOT_SUPPORTED" in record.getMessage()]
 
@@ -456,13 +498,12 @@ def test_there_is_a_body_for_every_step_also_before_all_are_captured(most: int) 
 def test_graphs_of_stages_give_the_logits_of_the_whole_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
 
-    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        attention = self._attention.reserve(min(segments or size, 6), size if segments else None)
-        metadata = StepMetadata(attention, None)
-        return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
+    def rehearse(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> StepMetadata:
+        return StepMetadata(self._attention.reserve(min(segments or size, 6), size if segments else None), None)
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_rehearse", rehearse)
+    monkeypatch.setattr(StepGraphs, "_captured", repeated)
     path = checkpoint / "config.json"
     path.write_text(json.dumps(CONFIG | dict(num_hidden_layers=3)))
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -532,13 +573,12 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     """
     monkeypatch.setattr("holdfast.lm.kernels.lora.groups.FEW_TOKENS", few)
 
-    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        attention = self._attention.reserve(min(segments or size, 6), size if segments else None)
-        metadata = StepMetadata(attention, None)
-        return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
+    def rehearse(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> StepMetadata:
+        return StepMetadata(self._attention.reserve(min(segments or size, 6), size if segments else None), None)
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_rehearse", rehearse)
+    monkeypatch.setattr(StepGraphs, "_captured", repeated)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [load(checkpoint, device=where, load_format="random", dtype="float32") for _ in range(2)]
     model, plain = models
@@ -593,13 +633,8 @@ def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
-
-    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        metadata = self._rehearse(work, size, segments)
-        return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
-
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_captured", repeated)
     make(tmp_path, family)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, plain = (load(tmp_path, device=where, dtype="float32") for _ in range(2))

@@ -14,18 +14,24 @@ import triton
 import triton.language as tl
 
 from holdfast.core.version import __version__
+from holdfast.lm.kernels.attention import prefill_kernel
 from holdfast.lm.kernels.attention.paged import PagedAttention, launched
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen, weigh
+from holdfast.lm.kernels.attention.segment_kernels import LOG2_E, capped, first_seen
 from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, shared_bytes, wait_for_previous
 
 log = logging.getLogger("holdfast.engine")
 
 TILE_ROWS = 64
-"""Rows of a tile, or the number of heads that share a KV head if that is more. A tensor core may add up a tile of
-another height in another order, so there is one, but for Hopper: there four warps hold 64 rows, and eight hold twice as
-many. A row lies in its warp alike in both, so its sums have one order."""
+"""Rows of a tile, or the number of heads that share a KV head if that is more, where all tiles have one height. A
+tensor core may add up a tile of another height in another order."""
+LOW_ROWS, TALL_ROWS = 16, 128
+"""Rows of a tile of decodes, and of one of longer segments, on Hopper, where heights were seen to add up alike."""
+LOW_WARPS = 4
+"""Warps of a tile of less than TILE_ROWS rows: they share its keys. Those of others have WARP_ROWS rows each."""
+LOW_REGISTERS = 168
+"""Registers of a thread of such a tile, with which three programs fit a processor."""
 WARP_ROWS = 16
 """Rows of a warp where the number of warps depends on the rows, as tensor cores take them."""
 MOST_STAGES = 3
@@ -34,8 +40,9 @@ SPARE_BYTES = 1024
 """Shared memory of a program for other things than queries, keys and values."""
 PART_KEYS = 1024
 """Keys of a part of the context. Parts begin at multiples of it. Each is added up by itself, then all in order."""
-MOST_PARTIALS = 256
-"""Most partial results of a step's tiles of one kind, which bounds their memory. Tiles beyond stay whole."""
+MOST_PARTIAL_ROWS = 256 * 64
+"""Most rows of the partial results of a step's tiles of one kind, which bounds their memory. Tiles beyond stay
+whole."""
 
 
 @triton.jit
@@ -58,6 +65,46 @@ def join(acc, top, total, result, log):
     fade, share = tl.exp2(top - base), tl.exp2(log - base)
     acc = tl.fma(acc, tl.broadcast_to(fade[:, None], acc.shape), result * share[:, None])
     return acc, new_top, tl.fma(total, fade, share)
+
+
+@triton.jit
+def by_fours(numbers):
+    """Numbers [M, N] as [M, 2, N / 4, 2]. One thread holds the fours, however a tensor core's result is laid out."""
+    return tl.reshape(numbers, (numbers.shape[0], 2, numbers.shape[1] // 4, 2))
+
+
+@triton.jit
+def weigh_apart(scores, unit, top, totals):
+    """One step: weights [M, N] of scores [M, N], the new top [M] and totals [M, N / 4], and the factor on earlier sums.
+
+    A row's sum of weights is kept as N / 4 sums until its part ends. They and `sum_of_pairs` add two numbers at once,
+    which has no order. So the bits do not depend on which threads hold the numbers, as the height of a tile decides.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+    # A row that has seen no key has no top. Any number will do, since all its weights are zero.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    low = tl.broadcast_to(-base[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.broadcast_to(unit, scores.shape), low))
+    fade = tl.exp2(top - base)
+    added = tl.sum(tl.sum(by_fours(weights), 3), 1)
+    # The largest of equal factors is each of them. It is here in the layout of the sums, so nothing is moved.
+    factors = tl.max(tl.max(by_fours(tl.broadcast_to(fade[:, None], scores.shape)), 3), 1)
+    return weights, new_top, tl.fma(totals, factors, added), fade
+
+
+@triton.jit
+def halved(numbers):
+    """Sums [M, N / 2] of the numbers [M, N] that are half a row apart."""
+    return tl.sum(tl.reshape(numbers, (numbers.shape[0], 2, numbers.shape[1] // 2)), 1)
+
+
+@triton.jit
+def sum_of_pairs(numbers, COUNT: tl.constexpr):
+    """The sums [M] of numbers [M, COUNT], of which there are 8 or 16, in an order that no layout changes."""
+    tl.static_assert((COUNT == 8) | (COUNT == 16))
+    if COUNT == 16:
+        numbers = halved(numbers)
+    return tl.reshape(halved(halved(halved(numbers))), (numbers.shape[0],))
 
 
 @triton.jit
@@ -107,6 +154,7 @@ def attend_parts_kernel(
     if HAS_WINDOW:
         earliest = tl.maximum(first_seen(start + first_row // GROUP_SIZE, window, CHUNKED), 0)
     first_read = tl.maximum(first_key, earliest // BLOCK_N * BLOCK_N)
+    seen_by_all = start + first_row // GROUP_SIZE + 1
     last_key = tl.maximum(stop_key - 1, 0)
     # Each step looks up the blocks of the next one, so that its keys and values can be requested at once.
     block = tl.load(table + tl.minimum(first_read + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
@@ -121,7 +169,7 @@ def attend_parts_kernel(
     for part in range(first_part, tl.cdiv(stop_key, PART)):
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        totals = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.float32)
         begin = tl.maximum(part * PART, first_read)
         for first in tl.range(begin, tl.minimum((part + 1) * PART, stop_key), BLOCK_N, num_stages=STAGES):
             key_position = first + tl.arange(0, BLOCK_N)
@@ -140,12 +188,16 @@ def attend_parts_kernel(
                 key = tl.load(key_at[None, :] + dim[:, None], mask=inside[None, :] & inner[:, None], other=0.0)
                 value = tl.load(value_at[:, None] + dim[None, :], mask=inside[:, None] & inner[None, :], other=0.0)
             scores, unit = capped(tl.dot(tile, key, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
-            # No real row sees a key that is not inside.
-            seen = key_position[None, :] <= position[:, None]
             if HAS_WINDOW:
+                seen = key_position[None, :] <= position[:, None]
                 seen = seen & (key_position[None, :] >= first_seen(position, window, CHUNKED)[:, None])
-            weights, top, total, fade = weigh(tl.where(seen, scores, float("-inf")), unit, top, total)
+                scores = tl.where(seen, scores, float("-inf"))
+            elif first + BLOCK_N > seen_by_all:
+                # No real row sees a key that is not inside.
+                scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
+            weights, top, totals, fade = weigh_apart(scores, unit, top, totals)
             acc = tl.dot(weights.to(tile.dtype), value, acc * fade[:, None], input_precision="ieee")
+        total = sum_of_pairs(totals, BLOCK_N // 4)
         # A row that sees no key of this part has no sum. The logarithm of its share stays -inf.
         total = tl.where(total == 0.0, 1.0, total)
         result, log = acc * tl.div_rn(1.0, total)[:, None], top + tl.log2(total)
@@ -230,24 +282,34 @@ class InvariantAttention(PagedAttention):
             block_size=block_size,
         )
         self._part_keys, self._hopper = part_keys, _is_hopper(device)
+        self.specialised = False
         rows = max(TILE_ROWS, triton.next_power_of_2(self.group_size))
         # Float32 runs without tensor cores, and a large head's results take the registers of eight warps.
         fits = dtype.itemsize == 2 and self.block_d <= 128 and rows == TILE_ROWS
         self._warps_by_rows = fits and (self._hopper or device.type == "cpu")
-        """Whether tiles of twice as many rows have twice as many warps, and long segments may have such tiles."""
-        self.tiles = self._builder(rows, 2 * rows if self._warps_by_rows else rows)
-        if not (self._hopper and self._warps_by_rows):
-            return
+        """Whether tiles have several heights, and warps by their rows."""
+        low = max(LOW_ROWS, triton.next_power_of_2(self.group_size))
+        heights = ((low, TALL_ROWS), (rows, TALL_ROWS)) if self._warps_by_rows else ()
+        for narrow_m, wide_m in heights:
+            self.tiles = self._builder(narrow_m, wide_m)
+            if not self._hopper or self._compared(dtype):
+                return
+            log.warning("holdfast: attention has other bits by tiles of %d rows than by those of %d. So deterministic "
+                        "steps take longer", wide_m, narrow_m)  # fmt: skip
+        self.tiles = self._builder(rows, rows)
+
+    def _compared(self, dtype: torch.dtype) -> bool:
+        """`_heights_alike`, with kernels that are compiled once for all processes."""
+        device = self.tiles.device
         if device.type == "cuda":
             # Imported here because it takes a GPU's driver. It compiles kernels in several processes.
             from holdfast.lm.kernels.compilation import compile_once
 
-            sizes = num_heads, num_kv_heads, head_dim, block_size, part_keys
-            compile_once(partial(self._heights_alike, dtype), "attention heights", __version__, dtype, *sizes)
-        if not self._heights_alike(dtype):
-            self.tiles = self._builder(rows, rows)
-            log.warning("holdfast: attention has other bits by tiles of %d rows than by those of %d. So deterministic "
-                        "prompts have the latter, which take longer", 2 * rows, rows)  # fmt: skip
+            sizes = self.num_kv_heads * self.group_size, self.num_kv_heads, self.head_dim, self.block_size
+            heights = self.tiles.narrow_m, self.tiles.wide_m
+            call = partial(self._heights_alike, dtype)
+            compile_once(call, "attention heights", __version__, dtype, *sizes, self._part_keys, *heights)
+        return self._heights_alike(dtype)
 
     def _builder(self, narrow_m: int, wide_m: int) -> DeviceTilesBuilder:
         return DeviceTilesBuilder(
@@ -258,7 +320,7 @@ class InvariantAttention(PagedAttention):
             narrow_m=narrow_m,
             wide_m=wide_m,
             partial_keys=self._part_keys,
-            most_partials=MOST_PARTIALS,
+            most_partials=MOST_PARTIAL_ROWS // narrow_m,
         )
 
     @torch.inference_mode()
@@ -300,26 +362,46 @@ class InvariantAttention(PagedAttention):
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         sizes = dict(GROUP_SIZE=self.group_size, HEAD_DIM=self.head_dim, BLOCK_M=tiles.block_m, BLOCK_D=self.block_d)
         dependent = dependent_launch_options(query.device)
-        large, exact = self.block_d > 128, query.element_size() > 2
-        block_n, warps = 32 if large or exact else 64, 8 if self.block_d > 64 or exact else 4
-        attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
-            *launched(*tensors, scale=scale, window=window, softcap=softcap),
-            **sizes,
-            BLOCK_SIZE=self.block_size,
-            BLOCK_N=block_n,
-            PART=self._part_keys,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_WINDOW=window is not None,
-            CHUNKED=chunked,
-            STAGES=1 if exact else self._stages(tiles.block_m, block_n),
-            num_warps=tiles.block_m // WARP_ROWS if self._warps_by_rows else warps,
-            # Long segments have a stream of their own, whose first kernel waits for an event.
-            **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
-        )
+        specialised = self.specialised and not tiles.narrow and window is None and softcap is None
+        if specialised and prefill_kernel.takes(query, key_cache):
+            prefill_kernel.attend(
+                *tensors, num_processors=self.num_processors, scale=scale, window=None, softcap=None,
+                part=self._part_keys,
+            )  # fmt: skip
+        else:
+            self._attend_parts(tensors, tiles, sizes, scale, window, chunked, softcap)
         if len(tiles.merges):
             join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
                 tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
             )
+
+    def _attend_parts(self, tensors, tiles, sizes, scale, window, chunked, softcap) -> None:
+        query, dependent = tensors[0], dependent_launch_options(tensors[0].device)
+        attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
+            *launched(*tensors, scale=scale, window=window, softcap=softcap),
+            **sizes,
+            BLOCK_SIZE=self.block_size,
+            PART=self._part_keys,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_WINDOW=window is not None,
+            CHUNKED=chunked,
+            **self.settings(tiles.block_m, exact=query.element_size() > 2),
+            # Long segments have a stream of their own, whose first kernel waits for an event.
+            **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
+        )
+
+    def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
+        """Options of the kernel for tiles of this height, of float32 if they are `exact`. Only BLOCK_N decides bits.
+
+        Tuned on an H200 (benchmarks/kernels/attention_gpu.py).
+        """
+        block_n = 32 if self.block_d > 128 or exact else 64
+        stages = 1 if exact else self._stages(block_m, block_n)
+        if not self._warps_by_rows:
+            return dict(BLOCK_N=block_n, STAGES=stages, num_warps=8 if self.block_d > 64 or exact else 4)
+        if block_m >= TILE_ROWS:
+            return dict(BLOCK_N=block_n, STAGES=stages, num_warps=block_m // WARP_ROWS)
+        return dict(BLOCK_N=block_n, STAGES=stages, num_warps=LOW_WARPS, maxnreg=LOW_REGISTERS)
 
     def _stages(self, block_m: int, block_n: int) -> int:
         """Stages of the loop over keys, for numbers of 16 bits. They do not change the bits."""

@@ -23,6 +23,7 @@ BLOCK_M = 128  # rows of a tile: two warpgroups of 64
 BLOCK_N = 128  # keys per step
 PANEL = 64  # 16-bit elements of a swizzled row of shared memory, 128 bytes
 STAGES = 2  # steps whose keys and values fit in shared memory
+FIXED_BLOCK_N, FIXED_STAGES = 64, 4  # those of sums in a fixed order, which decodes have too
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 # Triton renamed these after 3.6.
@@ -143,12 +144,45 @@ def _weigh(
 
 
 @gluon.jit
+def _by_fours(numbers):
+    """As `invariant.by_fours`."""
+    return gl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 4, 2])
+
+
+@gluon.jit
+def _halved(numbers):
+    """As `invariant.halved`."""
+    return gl.sum(gl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), 1)
+
+
+@gluon.jit
+def _weigh_apart(scores, top, totals, position, first, scale, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
+                 LAYOUT: gl.constexpr):  # fmt: skip
+    """`_weigh` with the bits of `invariant.weigh_apart`, operation by operation."""
+    unit = scale * 1.4426950408889634
+    if MASKED:
+        key = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * unit)
+    base = new_top
+    if MASKED:
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    low, scores = gl.broadcast(-base[:, None], scores)
+    weights = gl.exp2(gl.fma(scores, unit, low))
+    fade = gl.exp2(top - base)
+    added = gl.sum(gl.sum(_by_fours(weights), 3), 1)
+    factors, _ = gl.broadcast(fade[:, None], weights)
+    factors = gl.max(gl.max(_by_fours(factors), 3), 1)
+    return weights, new_top, gl.fma(totals, factors, added), fade
+
+
+@gluon.jit
 def _step(
     acc, weights, top, total, position, first, done, turns,
     queries, keys, values, key_full, key_empty, value_full, value_empty, own_turn, other_turn,
     scale, softcap, window,
     WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, PART: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     WEIGHTS: gl.constexpr, RESULT: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores of step `done` together with the result of the previous step. The softmax overlaps both."""
@@ -165,9 +199,15 @@ def _step(
     mbarrier.arrive(other_turn)
     scores = hopper.warpgroup_mma_wait(1, [scores])
     mbarrier.arrive(key_empty.index(stage))
-    new_weights, top, total, fade = _weigh(
-        scores, top, total, position, first, scale, softcap, window, BLOCK_N, HAS_SOFTCAP, HAS_WINDOW, MASKED, LAYOUT
-    )
+    if PART > 0:
+        new_weights, top, total, fade = _weigh_apart(
+            scores, top, total, position, first, scale, BLOCK_N, MASKED, LAYOUT
+        )
+    else:
+        new_weights, top, total, fade = _weigh(
+            scores, top, total, position, first, scale, softcap, window, BLOCK_N, HAS_SOFTCAP, HAS_WINDOW, MASKED,
+            LAYOUT,
+        )  # fmt: skip
     acc, weights = hopper.warpgroup_mma_wait(0, [acc, weights])
     mbarrier.arrive(value_empty.index(old_stage))
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, RESULT))[:, None]
@@ -176,11 +216,110 @@ def _step(
 
 
 @gluon.jit
+def _attend_steps(
+    top, total, position, begin, steps, stop_key, first_row, done, turns, start,
+    queries, keys, values, value_boxes, key_full, key_empty, value_full, value_empty, own_turn, other_turn,
+    scale, softcap, window,
+    WARPGROUP: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    PART: gl.constexpr, LAYOUT: gl.constexpr, WEIGHTS: gl.constexpr, RESULT: gl.constexpr,
+):  # fmt: skip
+    """The sums of weighted values [64, D], the tops and the totals of a warpgroup's rows after steps from `begin` on.
+
+    `done` and `turns` are the numbers of steps, and of those that took turns, before these.
+    """
+    dtype: gl.constexpr = queries.dtype
+    BOX: gl.constexpr = value_boxes.shape[1]
+    PANEL: gl.constexpr = value_boxes.shape[2]
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    PANELS: gl.constexpr = HEAD_DIM // PANEL
+    BOX_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
+    # The first step has no previous step, so there is no result to compute with it.
+    stage = done % STAGES
+    mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
+    scores = hopper.warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False,
+                                  is_async=True)  # fmt: skip
+    scores = hopper.warpgroup_mma_wait(0, [scores])
+    mbarrier.arrive(key_empty.index(stage))
+    if PART > 0:
+        weights, top, total, _fade = _weigh_apart(scores, top, total, position, begin, scale, BLOCK_N, True, LAYOUT)
+    else:
+        weights, top, total, _fade = _weigh(
+            scores, top, total, position, begin, scale, softcap, window, BLOCK_N, HAS_SOFTCAP, HAS_WINDOW, True, LAYOUT
+        )
+    weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+
+    whole = gl.maximum((gl.minimum(stop_key, start + first_row // GROUP_SIZE + 1) - begin) // BLOCK_N, 1)
+    if HAS_WINDOW:
+        whole = 1
+    whole = gl.minimum(whole, steps)
+    for step in range(1, whole):
+        acc, weights, top, total = _step(
+            acc, weights, top, total, position, begin + step * BLOCK_N, done + step, turns + step - 1,
+            queries, keys, values, key_full, key_empty, value_full, value_empty, own_turn, other_turn,
+            scale, softcap, window, WARPGROUP, BLOCK_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, PART, False,
+            LAYOUT, WEIGHTS, RESULT,
+        )  # fmt: skip
+    for step in range(whole, steps):
+        acc, weights, top, total = _step(
+            acc, weights, top, total, position, begin + step * BLOCK_N, done + step, turns + step - 1,
+            queries, keys, values, key_full, key_empty, value_full, value_empty, own_turn, other_turn,
+            scale, softcap, window, WARPGROUP, BLOCK_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, PART, True,
+            LAYOUT, WEIGHTS, RESULT,
+        )  # fmt: skip
+    done += steps
+    stage = (done - 1) % STAGES
+    mbarrier.wait(value_full.index(stage), ((done - 1) // STAGES) & 1)
+    slack = stop_key % BLOCK_SIZE
+    if slack > 0:
+        # Slots after the last key may never have been written. A weight of zero would keep their NaN.
+        box = (stop_key - 1 - begin) % BLOCK_N // BOX
+        last = (stop_key - 1) % BOX
+        slot = gl.arange(0, BOX, layout=gl.SliceLayout(1, BOX_ROWS))
+        for panel in gl.static_range(PANELS):
+            place = value_boxes.index((stage * PANELS + panel) * BOXES + box)
+            content = place.load(BOX_ROWS)
+            place.store(gl.where((slot <= last)[:, None], content, gl.zeros_like(content)))
+        hopper.fence_async_shared()
+    acc = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
+    acc, weights = hopper.warpgroup_mma_wait(0, [acc, weights])
+    mbarrier.arrive(value_empty.index(stage))
+    return acc, top, total
+
+
+@gluon.jit
+def _store_partial(
+    result, log, partial_out, partial_log, tile, first_row, rows,
+    HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr, RESULT: gl.constexpr,
+):  # fmt: skip
+    """Store a warpgroup's result [64, D] and the logarithm of its sums [64] from row `tile` of the partial results on."""
+    place = tile + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
+    held = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT)) < rows
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
+    gl.store(partial_out + place[:, None] * HEAD_DIM + column[None, :], result, mask=held[:, None])
+    own = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    gl.store(partial_log + tile + own, log, mask=first_row + own < rows)
+
+
+@gluon.jit
+def _join(acc, top, total, result, log, RESULT: gl.constexpr):
+    """As `invariant.join`, operation by operation."""
+    new_top = gl.maximum(top, log)
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    fade, share = gl.exp2(top - base), gl.exp2(log - base)
+    factors, _ = gl.broadcast(gl.convert_layout(fade, gl.SliceLayout(1, RESULT))[:, None], acc)
+    acc = gl.fma(acc, factors, result * gl.convert_layout(share, gl.SliceLayout(1, RESULT))[:, None])
+    return acc, new_top, gl.fma(total, fade, share)
+
+
+@gluon.jit
 def _attend(
     shared, common,
     WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The consumer: a warpgroup of four warps that computes 64 rows of each tile."""
     query_buffers, keys, values, _key_boxes, value_boxes, key_full, key_empty, value_full, value_empty, turn_of = shared
@@ -194,11 +333,6 @@ def _attend(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     # 16 bytes per thread, whole rows next to each other
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    BOX: gl.constexpr = value_boxes.shape[1]
-    PANEL: gl.constexpr = value_boxes.shape[2]
-    BOXES: gl.constexpr = BLOCK_N // BOX
-    PANELS: gl.constexpr = HEAD_DIM // PANEL
-    BOX_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     queries = query_buffers.index(WARPGROUP)
     own_turn = turn_of.index(WARPGROUP)
@@ -226,79 +360,65 @@ def _attend(
                 position = start + own_row // GROUP_SIZE
                 top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
                 if HAS_SINKS:
-                    # The sink counts once, in the first part of the context.
-                    counted = own_row < gl.where(first_key == 0, rows, 0)
+                    # The sink counts once: in the first part of the context, or where parts are joined.
+                    counted = own_row < gl.where((first_key == 0) | (PART > 0), rows, 0)
                     sink_at = sinks + kv_head * GROUP_SIZE + own_row % GROUP_SIZE
                     top = gl.load(sink_at, mask=counted, other=float("-inf")).to(gl.float32) * 1.4426950408889634
                 total = gl.where(top == float("-inf"), 0.0, 1.0)
-                acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
-
-                # The first step has no previous step, so there is no result to compute with it.
-                stage = done % STAGES
-                mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)
-                zeros = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
-                scores = hopper.warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False,
-                                              is_async=True)  # fmt: skip
-                scores = hopper.warpgroup_mma_wait(0, [scores])
-                mbarrier.arrive(key_empty.index(stage))
-                weights, top, total, _fade = _weigh(
-                    scores, top, total, position, begin, scale, softcap, window, BLOCK_N, HAS_SOFTCAP, HAS_WINDOW, True,
-                    LAYOUT,
-                )  # fmt: skip
-                weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
-
-                whole = gl.maximum((gl.minimum(stop_key, start + first_row // GROUP_SIZE + 1) - begin) // BLOCK_N, 1)
-                if HAS_WINDOW:
-                    whole = 1
-                whole = gl.minimum(whole, steps)
-                for step in range(1, whole):
-                    acc, weights, top, total = _step(
-                        acc, weights, top, total, position, begin + step * BLOCK_N, done + step, turns + step - 1,
-                        queries, keys, values, key_full, key_empty, value_full, value_empty, own_turn, other_turn,
-                        scale, softcap, window, WARPGROUP, BLOCK_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, False,
-                        LAYOUT, WEIGHTS, RESULT,
+                tile = ((partial - 1).to(gl.int64) * NUM_KV_HEADS + kv_head) * 128 + WARPGROUP * 64
+                if PART > 0:
+                    acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
+                    for part in range(gl.cdiv(stop_key - begin, PART)):
+                        first = begin + part * PART
+                        stop = gl.minimum(first + PART, stop_key)
+                        part_steps = gl.cdiv(stop - first, BLOCK_N)
+                        part_top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+                        zeros = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
+                        totals = gl.sum(gl.sum(_by_fours(zeros), 3), 1)
+                        result, part_top, totals = _attend_steps(
+                            part_top, totals, position, first, part_steps, stop, first_row, done, turns, start,
+                            queries, keys, values, value_boxes, key_full, key_empty, value_full, value_empty, own_turn,
+                            other_turn, scale, softcap, window, WARPGROUP, GROUP_SIZE, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+                            STAGES, HAS_SOFTCAP, HAS_WINDOW, PART, LAYOUT, WEIGHTS, RESULT,
+                        )  # fmt: skip
+                        turns += part_steps - 1
+                        done += part_steps
+                        part_total = gl.reshape(_halved(_halved(_halved(_halved(totals)))), [64])
+                        part_total = gl.convert_layout(part_total, gl.SliceLayout(1, LAYOUT))
+                        part_total = gl.where(part_total == 0.0, 1.0, part_total)
+                        share = gl.convert_layout(gl.div_rn(1.0, part_total), gl.SliceLayout(1, RESULT))
+                        result = result * share[:, None]
+                        log = part_top + gl.log2(part_total)
+                        if partial > 0:
+                            _store_partial(
+                                result, log, partial_out, partial_log, tile + part * NUM_KV_HEADS * 128, first_row,
+                                rows, HEAD_DIM, LAYOUT, RESULT,
+                            )  # fmt: skip
+                        else:
+                            acc, top, total = _join(acc, top, total, result, log, RESULT)
+                    factor = gl.div_rn(1.0, gl.where(total == 0.0, 1.0, total))
+                else:
+                    acc, top, total = _attend_steps(
+                        top, total, position, begin, steps, stop_key, first_row, done, turns, start,
+                        queries, keys, values, value_boxes, key_full, key_empty, value_full, value_empty, own_turn,
+                        other_turn, scale, softcap, window, WARPGROUP, GROUP_SIZE, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+                        STAGES, HAS_SOFTCAP, HAS_WINDOW, PART, LAYOUT, WEIGHTS, RESULT,
                     )  # fmt: skip
-                for step in range(whole, steps):
-                    acc, weights, top, total = _step(
-                        acc, weights, top, total, position, begin + step * BLOCK_N, done + step, turns + step - 1,
-                        queries, keys, values, key_full, key_empty, value_full, value_empty, own_turn, other_turn,
-                        scale, softcap, window, WARPGROUP, BLOCK_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, True,
-                        LAYOUT, WEIGHTS, RESULT,
-                    )  # fmt: skip
-                turns += steps - 1
-                done += steps
-                stage = (done - 1) % STAGES
-                mbarrier.wait(value_full.index(stage), ((done - 1) // STAGES) & 1)
-                slack = stop_key % BLOCK_SIZE
-                if slack > 0:
-                    # Slots after the last key may never have been written. A weight of zero would keep their NaN.
-                    box = (stop_key - 1 - begin) % BLOCK_N // BOX
-                    last = (stop_key - 1) % BOX
-                    slot = gl.arange(0, BOX, layout=gl.SliceLayout(1, BOX_ROWS))
-                    for panel in gl.static_range(PANELS):
-                        place = value_boxes.index((stage * PANELS + panel) * BOXES + box)
-                        content = place.load(BOX_ROWS)
-                        place.store(gl.where((slot <= last)[:, None], content, gl.zeros_like(content)))
-                    hopper.fence_async_shared()
-                acc = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-                acc, weights = hopper.warpgroup_mma_wait(0, [acc, weights])
-                mbarrier.arrive(value_empty.index(stage))
-
-                # If a part of the context is wholly outside a row's window, its total is 0 and its top stays -inf.
-                total = gl.where(total == 0.0, 1.0, total)
-                result = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, RESULT))[:, None]
+                    turns += steps - 1
+                    done += steps
+                    # If a part of the context is wholly outside a row's window, its total is 0 and its top stays -inf.
+                    total = gl.where(total == 0.0, 1.0, total)
+                    factor = 1.0 / total
+                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, RESULT))[:, None]
                 if partial == 0:
                     at = (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
-                    wide = gl.convert_layout(result.to(dtype), WIDE)
+                    wide = gl.convert_layout(acc.to(dtype), WIDE)
                     gl.store(out + at, wide, mask=(row < rows)[:, None])
-                else:
-                    tile = ((partial - 1).to(gl.int64) * NUM_KV_HEADS + kv_head) * 128 + WARPGROUP * 64
-                    place = tile + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
-                    held = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT)) < rows
-                    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
-                    gl.store(partial_out + place[:, None] * HEAD_DIM + column[None, :], result, mask=held[:, None])
-                    log_at = partial_log + tile + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-                    gl.store(log_at, top + gl.log2(total), mask=own_row < rows)
+                elif PART == 0:
+                    _store_partial(
+                        acc, top + gl.log2(total), partial_out, partial_log, tile, first_row, rows,
+                        HEAD_DIM, LAYOUT, RESULT,
+                    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["items", "table_stride", "cache_rows", "window"])
@@ -308,7 +428,7 @@ def prefill_kernel(
     scale, softcap, window,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Process work items (record, KV head) in turns on a persistent grid. key_map, value_map: [cache rows, Hkv D]."""
     dtype: gl.constexpr = key_map.dtype
@@ -350,12 +470,12 @@ def prefill_kernel(
             (_attend, (
                 shared, common, FIRST,
                 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_SIZE, BLOCK_N, STAGES,
-                HAS_SOFTCAP, HAS_WINDOW, HAS_SINKS,
+                HAS_SOFTCAP, HAS_WINDOW, HAS_SINKS, PART,
             )),
             (_attend, (
                 shared, common, SECOND,
                 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_SIZE, BLOCK_N, STAGES,
-                HAS_SOFTCAP, HAS_WINDOW, HAS_SINKS,
+                HAS_SOFTCAP, HAS_WINDOW, HAS_SINKS, PART,
             )),
             (_load, (
                 key_map, value_map, key_boxes, value_boxes, key_full, key_empty, value_full, value_empty,
@@ -399,15 +519,19 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    part: int = 0,
 ) -> None:
     """Compute the tiles of `work` [W, 8], each of BLOCK_M rows; the other arguments are `Attention.attend`'s.
+
+    With a `part`, parts of so many keys have the bits of `invariant.attend_parts_kernel`, without window and softcap.
 
     Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `put_rows`.
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
+    block_n, stages = (FIXED_BLOCK_N, FIXED_STAGES) if part else (BLOCK_N, STAGES)
     cache_rows, width = num_blocks * block_size, num_kv_heads * head_dim
     maps = [
-        TensorDescriptor(cache, [cache_rows, width], [width, 1], [min(block_size, BLOCK_N), PANEL], SWIZZLED)
+        TensorDescriptor(cache, [cache_rows, width], [width, 1], [min(block_size, block_n), PANEL], SWIZZLED)
         for cache in (key_cache, value_cache)
     ]
     items = len(work) * num_kv_heads
@@ -425,18 +549,19 @@ def attend(
         *out.stride()[:2],
         block_tables.stride(0),
         cache_rows,
-        LOG2_E * (scale if softcap is None else 2.0 * scale / softcap),
+        scale if part else LOG2_E * (scale if softcap is None else 2.0 * scale / softcap),
         LOG2_E * (softcap or 0.0),
         window or 0,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=query.shape[1] // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
+        BLOCK_N=block_n,
+        STAGES=stages,
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         HAS_SINKS=sinks is not None,
+        PART=part,
         num_warps=4,
         # Three warpgroups share 65,536 registers; the consumers then take registers from the producer.
         maxnreg=168,

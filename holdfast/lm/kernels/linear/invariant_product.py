@@ -41,7 +41,7 @@ MOST_PARTS, LEAST_STEPS = 8, 4
 """Largest number of parts of a sum, and fewest steps of a part."""
 LEAST_STEP = 16
 """Fewest inputs of a tensor core's tile."""
-PLAIN_UNIT, PLAIN_PART, LEAST_PLAIN_PART = 128, 4096, 512
+PLAIN_UNIT, PLAIN_PART, LEAST_PLAIN_PART = 128, 8192, 512
 """For plain weights of 16 bits, inputs of which a part has a multiple, and the most and fewest of a part."""
 PLAIN_OUTPUTS, PLAIN_PROGRAMS = 64, 128
 """Outputs of a program with few tokens, and the number of programs that fill a device: they decide how sums are cut."""

@@ -149,6 +149,10 @@ class ContractPolicy(PolicyExtension):
         step.budget = 0
         step.predicted = room.seconds * self._progress.mean
 
+    def spare(self, running: Iterable[Entry]) -> float:
+        """See `Policy.spare`. 0 with an open contract: forecasts count on steps that follow each other at once."""
+        return 0.0 if len(self._promises) else super().spare(running)
+
     def note_waits(self, count: int, late: int) -> None:
         if not len(self._promises):  # otherwise steps follow the contracts and not the target
             super().note_waits(count, late)

@@ -23,6 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that an interpreter computes quickly."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(module, "TILE_ROWS", 16)
+        monkeypatch.setattr(module, "TALL_ROWS", 32)
 
 
 def make_attention(batch: Batch, processors: int, part_keys: int = 64) -> InvariantAttention:
@@ -109,9 +110,9 @@ def test_tiles_of_twice_as_many_rows_give_halves_the_same_bits(device: str) -> N
     segments = [(3, 0, 20), (0, 149, 150), (1, 60, 131), (4, 0, 1), (5, 199, 200)]
     batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
     attention = make_attention(batch, 1)
-    assert attention.tiles.wide_m == 2 * attention.tiles.narrow_m == 2 * module.TILE_ROWS
+    assert (attention.tiles.wide_m, attention.tiles.narrow_m) == (module.TALL_ROWS, module.LOW_ROWS)
     wide, narrow = attention.make_metadata(batch.segments)
-    assert (wide.block_m, narrow.block_m) == (2 * module.TILE_ROWS, module.TILE_ROWS)
+    assert (wide.block_m, narrow.block_m) == (module.TALL_ROWS, module.LOW_ROWS)
     whole = attend(batch, 1, scale=0.25)
     torch.testing.assert_close(whole.double().cpu(), oracle(batch, scale=0.25), rtol=5e-3, atol=5e-3)
     for spans in ([(2, 70, 71), (4, 0, 1), (0, 19, 20)], [(2, 0, 15), (0, 3, 20)], [(2, 15, 71), (1, 0, 1)]):
@@ -119,26 +120,34 @@ def test_tiles_of_twice_as_many_rows_give_halves_the_same_bits(device: str) -> N
         assert torch.equal(attend(some, 1000, scale=0.25), whole[at]), spans
 
 
-def test_heights_of_tiles_are_compared_before_both_are_taken(
+def test_heights_of_tiles_are_compared_before_several_are_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
     batch = make_batch([(0, 5, 6)], heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device=device)
-    rows = module.TILE_ROWS
+    low, rows, tall = module.LOW_ROWS, 32, 64
+    monkeypatch.setattr(module, "TILE_ROWS", rows)
+    monkeypatch.setattr(module, "TALL_ROWS", tall)
     monkeypatch.setattr(module, "_is_hopper", lambda device: True)
-    assert make_attention(batch, 4).tiles.wide_m == 2 * rows and not caplog.messages
-    launch = InvariantAttention._attend
+    assert heights(make_attention(batch, 4)) == (low, tall) and not caplog.messages
+    launch, unlike = InvariantAttention._attend, low
 
     def of_another_order(self: InvariantAttention, *tensors: Any, **options: Any) -> None:
         launch(self, *tensors, **options)
-        tensors[4][0, 0, 0] += 0.125 * (tensors[5].block_m > rows)  # the output, by the height of its tiles
+        tensors[4][0, 0, 0] += 0.125 * (tensors[5].block_m == unlike)  # the output, by the height of its tiles
 
     monkeypatch.setattr(InvariantAttention, "_attend", of_another_order)
-    one_height = make_attention(batch, 4).tiles
-    assert one_height.wide_m == one_height.narrow_m == rows
+    assert heights(make_attention(batch, 4)) == (rows, tall)
+    unlike = tall
+    assert heights(make_attention(batch, 4)) == (rows, rows)
     assert caplog.messages == [
-        f"holdfast: attention has other bits by tiles of {2 * rows} rows than by those of {rows}. So deterministic "
-        "prompts have the latter, which take longer"
+        f"holdfast: attention has other bits by tiles of {tall} rows than by those of {other}. So deterministic steps "
+        "take longer"
+        for other in (low, low, rows)
     ]
+
+
+def heights(attention: InvariantAttention) -> tuple[int, int]:
+    return attention.tiles.narrow_m, attention.tiles.wide_m
 
 
 class Launches:
@@ -197,7 +206,7 @@ def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_al
     (tiles,) = make_attention(batch, 1000).make_metadata(batch.segments)
     assert len(tiles.merges) == 3 and tiles.partials == 15
     whole = attend(batch, 1000, scale=0.3)
-    monkeypatch.setattr(module, "MOST_PARTIALS", 11)
+    monkeypatch.setattr(module, "MOST_PARTIAL_ROWS", 11 * 16)
     attention = make_attention(batch, 1000)
     (tiles,) = attention.make_metadata(batch.segments)
     assert len(tiles.merges) == 2 and tiles.partials == 10  # the third tile stays whole
@@ -210,7 +219,7 @@ def test_long_contexts_are_cut_where_programs_are_few_and_no_more_than_memory_al
 
 def test_partial_results_of_tall_tiles_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TILE_ROWS", 16)
-    monkeypatch.setattr(module, "MOST_PARTIALS", 11)
+    monkeypatch.setattr(module, "MOST_PARTIAL_ROWS", 11 * 16)
     segments = [(0, 299, 300), (1, 299, 300), (2, 290, 320), (3, 290, 320)]
     batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device="cpu")
     attention = make_attention(batch, 1000)

@@ -7,8 +7,8 @@ The shape is Llama-3-8B's with random weights; contexts are spread as those of t
 
 - steps: time of a step on the device and between two results, kernels by kind, what comes after the last norm (the
   LM head, a copy of the logits, the greedy token), and a bound: products at PRODUCT_RATE, keys and values at COPY_RATE.
-  Steps of the same rows follow without keys to read (`contexts of 1`), without the head's product, with that product
-  in pieces, and with the gate in its product or apart; then mixed steps of 508 decodes and prompts.
+  Steps of the same rows follow without keys to read (`contexts of 1`), with the gate in its product or apart, and after
+  pauses, with the GPU's clock and power; then mixed steps of 508 decodes and prompts.
 - chat: the offline chat, with as many rows at once as `LLM.generate` has, and with all.
 - products: each product by number of rows, whole, and cut by rows or by outputs, by both of the library's interfaces.
 - attention: the decode kernel at these contexts, by launch settings.
@@ -23,7 +23,6 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, chat_lengths, draw, offline, started
-from benchmarks.engine.step_breakdown import watched
+from benchmarks.engine.step_breakdown import clocks, watched
 from benchmarks.lib.invocation import provenance, settle
 from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.execution.graphs import KINDS, Captured
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 
 CONTEXTS = {
@@ -59,13 +59,16 @@ SIGMA = 0.7
 PROMPTS = ((70,), (196,), (128, 256), (200, 250, 307))
 """Lengths of the prompts of mixed steps."""
 MIXED_ROWS = 508
+POWER_ROWS, POWER_SECONDS = 512, 1.5
+GATED_ROWS = (104, 128, 72)
+"""Rows for which the gate is in its product."""
 SLOW_ROWS = 448
 """Rows whose products the library computes slower than those of 512."""
 PRODUCT_RATE, COPY_RATE = 790e12, 4.29e12
 """Operations and bytes per second that one H200 was measured to reach (docs/notes)."""
 ROWS = (*range(256, 513, 16), 576, 640)
 """Numbers of rows of products."""
-LAUNCHES = ((32, 4, 3), (32, 4, 6), (32, 2, 4), (64, 4, 3), (64, 4, 4), (128, 8, 2))
+LAUNCHES = ((32, 4, 3), (32, 2, 4), (64, 4, 3), (64, 4, 4))
 """Keys a round, warps and stages of the decode kernel."""
 STREAMS = (2, 3, 4, 6)
 """Programs of a processor that are taken to read at the full rate. The more, the shorter are the pieces of contexts."""
@@ -121,6 +124,27 @@ class Steps:
                 last = now
         return device[2:], apart[2:-1]
 
+    def power(self, spans: list[tuple[int, int]]) -> None:
+        """Print how long these steps take at the start and the end of POWER_SECONDS, and each after a pause."""
+        time.sleep(0.5)
+        with clocks() as readings:
+            taken, begin = list[float](), time.perf_counter()
+            while time.perf_counter() - begin < POWER_SECONDS:
+                taken += self.run(spans, 4 * STEPS)[0]
+        tenth = max(1, len(taken) // 10)
+        paused = []
+        for _ in range(STEPS):
+            time.sleep(0.1)
+            paused += self.run(spans, 3)[0]
+        say(
+            power=len(spans),
+            first_ms=round(statistics.median(taken[:tenth]), 2),
+            last_ms=round(statistics.median(taken[-tenth:]), 2),
+            paused_ms=round(statistics.median(paused), 2),
+            watts=round(max((each["watts"] for each in readings), default=0.0)),
+            mhz=[each["sm_mhz"] for each in readings[10::10]],
+        )
+
     def measure(self, spans: list[tuple[int, int]], *, profiled: bool, **about: Any) -> float:
         """Print the times of these steps, and what is in them. Returns the median on the device."""
         device, apart = self.run(spans, STEPS)
@@ -174,46 +198,17 @@ def end_of_step(profiler: torch_profile) -> list[tuple[str, float]]:
     return [(name[:60], round(stop - start, 1)) for start, stop, name in after[:8]]
 
 
-def recapture(executor: PagedExecutor, size: int) -> None:
+def recapture(executor: PagedExecutor, rows: int) -> None:
     """Capture a step of decodes again, with the operators as they are now."""
     graphs = executor.memory.graphs[0]
     executor.memory.batch.clear()
     with torch.inference_mode():
-        graphs._decodes[size] = graphs._capture(graphs._decode, size)
+        metadata = graphs._rehearse(graphs._decode, rows)
+        memsets = graphs._memsets if rows > KINDS[-1] else None
+        graphs._decodes[rows] = Captured(graphs._captured(graphs._decode, rows, metadata, memsets), metadata)
 
 
-def head_ways(model: Any) -> dict[str, Callable[..., torch.Tensor]]:
-    """Ways to compute the product with the LM head, for hidden states of more than 64 rows."""
-    weight = model.lm_head
-
-    def by_rows(cuts: int) -> Callable[..., torch.Tensor]:
-        def product(x: torch.Tensor) -> torch.Tensor:
-            out = x.new_empty(len(x), len(weight))
-            size = -(-len(x) // cuts)
-            for first in range(0, len(x), size):
-                torch.mm(x[first : first + size], weight.t(), out=out[first : first + size])
-            return out
-
-        return product
-
-    def by_outputs(cuts: int) -> Callable[..., torch.Tensor]:
-        def product(x: torch.Tensor) -> torch.Tensor:
-            out = x.new_empty(len(x), len(weight))
-            size = -(-len(weight) // cuts // 128) * 128
-            for first in range(0, len(weight), size):
-                part = slice(first, min(len(weight), first + size))
-                torch.mm(x, weight[part].t(), out=out[:, part])
-            return out
-
-        return product
-
-    def none(x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty(len(x), len(weight))
-
-    return {"none": none, "2 of rows": by_rows(2), "2 of outputs": by_outputs(2), "4 of outputs": by_outputs(4)}
-
-
-def steps_part(loop: Any) -> None:
+def steps_part(loop: Any, chosen: list[int]) -> None:
     executor = loop.executor
     assert isinstance(executor, PagedExecutor)
     steps = Steps(executor)
@@ -221,8 +216,8 @@ def steps_part(loop: Any) -> None:
     begin = time.perf_counter()
     while time.perf_counter() - begin < 0.5:
         steps.run(spans[512], STEPS)
-    for rows, own in reversed(spans.items()):
-        steps.measure(own, profiled=rows in (8, 104, 304, 320, 448, 512), rows=rows)
+    for rows in reversed(chosen):
+        steps.measure(spans[rows], profiled=rows in (8, 104, 304, 320, 448, 512), rows=rows)
         steps.measure([(0, 1)] * rows, profiled=False, rows=rows, changed="contexts of 1")
     graphs = executor.memory.graphs[0]
     ready, seconds = graphs._ready_decodes, graphs._decode_seconds
@@ -233,22 +228,11 @@ def steps_part(loop: Any) -> None:
         graphs._ready_decodes = sorted({*ready, SLOW_ROWS})
         steps.measure(spans[SLOW_ROWS], profiled=True, rows=SLOW_ROWS, changed="own size")
         graphs._ready_decodes = ready
-    model = executor._model
-    ops, product = model._ops, model._ops.linear
-    for name, way in head_ways(model).items():
-        for rows in (512, 320):
-
-            def linear(x: Any, weight: Any, bias: Any = None, way: Any = way) -> Any:
-                return way(x) if weight is model.lm_head else product(x, weight, bias)
-
-            ops.linear = linear
-            recapture(executor, rows)
-            steps.measure(spans[rows], profiled=False, rows=rows, changed=f"head: {name}")
-            ops.linear = product
-            recapture(executor, rows)
-            steps.measure(spans[rows], profiled=False, rows=rows, changed="head: whole")
+    for own in (spans[rows] for rows in (POWER_ROWS, GATED_ROWS[0])):
+        steps.power(own)
+    ops = executor._model._ops
     launch = ops.launch
-    for rows in (72, 104, 128) * 2:
+    for rows in GATED_ROWS * 2:
         ops.launch = lambda x, weight, *, cut=False, gated=False: launch(x, weight, cut=cut)
         recapture(executor, rows)
         steps.measure(spans[rows], profiled=False, rows=rows, changed="gate apart from its product")
@@ -352,7 +336,7 @@ def attention_part() -> None:
     variants = [dict(block_n=keys, warps=warps, stages=stages) for keys, warps, stages in LAUNCHES]
     gpu.NARROW_VARIANTS[:] = variants
     copy = gpu.copy_rate()
-    for rows in (512, 256, 104, 8):
+    for rows in (104, 192, 512, 8):
         groups = tuple((1, 1, stop) for stop in contexts_of(rows, CONTEXTS[rows]))
         work = gpu.Work(part="decode", name=f"{rows} of a chat", groups=groups)
         found = gpu.measure(work, None, tune=True, only=[f"holdfast {each}" for each in variants])
@@ -372,6 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("steps", "chat", "products", "attention")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--rows", nargs="+", type=int, choices=list(CONTEXTS), default=list(CONTEXTS))
     parser.add_argument("--budget", type=float, default=float("inf"), help="begin no part after so many seconds")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     arguments = parser.parse_args()
@@ -388,7 +373,7 @@ def main() -> None:
             if time.monotonic() - BEGAN > arguments.budget:
                 say(left_out=part)
             elif part in ("steps", "chat") and engine is not None:
-                (steps_part if part == "steps" else chat_part)(engine.loop)
+                steps_part(engine.loop, arguments.rows) if part == "steps" else chat_part(engine.loop)
             else:
                 (products_part if part == "products" else attention_part)()
             if arguments.out:

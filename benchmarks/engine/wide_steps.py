@@ -339,15 +339,15 @@ def attention_part() -> None:
     for rows in (104, 192, 512, 8):
         groups = tuple((1, 1, stop) for stop in contexts_of(rows, CONTEXTS[rows]))
         work = gpu.Work(part="decode", name=f"{rows} of a chat", groups=groups)
-        found = gpu.measure(work, None, tune=True, only=[f"holdfast {each}" for each in variants])
+        found = gpu.measure(work, None, tune=True, only=["holdfast"])
         torch.cuda.empty_cache()
         us = {name: round(1e3 * line["ms"], 1) for name, line in found.items() if "ms" in line}
         failed = {name: line["not_run"][:80] for name, line in found.items() if "not_run" in line}
-        own, cut = tiles.STREAMS, {}
+        own, cut = (tiles.STREAMS, tiles.CROWD_STREAMS), {}
         for streams in STREAMS:
-            tiles.STREAMS = streams
+            tiles.STREAMS = tiles.CROWD_STREAMS = streams
             cut[streams] = round(1e3 * gpu.measure(work, None, tune=False, only=["holdfast"])["holdfast"]["ms"], 1)
-        tiles.STREAMS = own
+        tiles.STREAMS, tiles.CROWD_STREAMS = own
         bound_us = round(1e6 * work.cache_bytes() / copy / 1e12, 1)
         say(attention=rows, us=us, by_streams=cut, bound_us=bound_us, failed=failed)
 

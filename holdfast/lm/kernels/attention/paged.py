@@ -12,7 +12,7 @@ from holdfast.lm.kernels.attention import prefill_kernel
 from holdfast.lm.kernels.attention.decode_kernel import decode_kernel
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.kernels.attention.segment_kernels import attend_kernel, merge_kernel, write_kernel
-from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
+from holdfast.lm.kernels.attention.tiles import CROWD, DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 
 FEW_TOKENS = 4
@@ -232,12 +232,12 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         wide = block_m > self.narrow_m
         # The fewer decode programs a processor has, the more each must have in flight.
         share = tokens * self.num_kv_heads / self.num_processors
-        block_n = 64 if wide or self.fp8_cache or share <= 4 else 32
+        block_n = 64 if wide or self.fp8_cache or share <= CROWD else 32
         block_n = max(16, block_n * 128 // max(128, self.block_d))
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
             return Launch(block_n=max(16, block_n // 2), num_warps=8, num_stages=1)
         large = self.block_d > 256  # a fourth stage would not fit the shared memory of Ada, nor twice that of Hopper
-        num_stages = 3 if wide or large or self.fp8_cache or 2 < share <= 4 else 4
+        num_stages = 3 if wide or large or self.fp8_cache or 2 < share <= CROWD else 4
         return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=num_stages)
 
 

@@ -21,6 +21,8 @@ SPLIT_STEPS = 4.5  # fixed time of a piece whose result must be merged, in the s
 GAIN = 0.97  # a finer cut must end within this share of the time before
 
 STREAMS = 2  # programs per processor that together read at the full rate of memory
+CROWD_STREAMS = 3  # the same in a crowd, whose programs keep less in flight, so that three share a processor
+CROWD = 4  # tiles per processor of all heads above which `PagedAttention.launch` takes the programs of a crowd
 MERGE_KEYS = 120  # time of a merge, as the number of keys that one program reads in that time
 
 # Cutting contexts adds at most this many pieces per processor.
@@ -117,15 +119,18 @@ def tile_list(
     return TileList(block_m, work, merges)
 
 
-def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
+def split_to_stream(
+    keys: Records, *, heads: int, processors: int, spare: int, unit: int, crowd_streams: int = CROWD_STREAMS
+) -> int:
     """Number of keys per piece for the earliest end, if `processors` are bound by reading the keys of all `heads`.
 
     The result is a multiple of `unit`, and cutting adds at most `spare` pieces. A tile is split only if one program
     would take longer, merging included, than reading all keys in parallel. No piece is longer than that, because one
-    program alone reads far slower than all together.
+    program alone reads far slower than all together. In a crowd, `crowd_streams` programs of a processor read at once.
     """
     longest, total = int(keys.max(initial=1)), int(keys.sum(dtype=np.int64))
-    steady = total * heads / (STREAMS * processors)
+    streams = crowd_streams if len(keys) * heads > CROWD * processors else STREAMS
+    steady = total * heads / (streams * processors)
     split = longest
     if longest > steady + MERGE_KEYS:
         at_most = max(steady, total / spare if spare else longest)
@@ -218,7 +223,11 @@ class DeviceTilesBuilder:
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
         stream = partial(split_to_stream, heads=num_kv_heads, processors=num_processors)
         evenly = partial(split_evenly, heads=num_kv_heads, processors=num_processors)
-        self.split_narrow = partial(stream, spare=self.narrow_target, unit=partial_keys or NARROW_SPLIT_UNIT)
+        # Kernels with partial results have one launch for all numbers of tiles.
+        crowd = CROWD_STREAMS if partial_keys is None else STREAMS
+        self.split_narrow = partial(
+            stream, spare=self.narrow_target, unit=partial_keys or NARROW_SPLIT_UNIT, crowd_streams=crowd
+        )
         self.split_wide = partial(evenly, spare=self.wide_target, unit=partial_keys or WIDE_SPLIT_UNIT)
 
     def build(self, segments: Segments) -> tuple[DeviceTiles, ...]:

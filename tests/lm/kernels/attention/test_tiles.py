@@ -6,11 +6,18 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.attention.tiles import TileList, split_evenly, split_to_stream, tile_list
+from holdfast.lm.kernels.attention.tiles import (
+    DeviceTilesBuilder,
+    TileList,
+    split_evenly,
+    split_to_stream,
+    tile_list,
+)
 
 SPLIT_UNIT = 64
 
@@ -120,6 +127,30 @@ def test_few_contexts_are_cut_until_programs_saturate_memory() -> None:
     assert split(np.full(1, 640)) == 64
     assert split(np.full(128, 3000)) == 3008
     assert split(np.array([600] * 31 + [9000])) == 832  # a long one among short ones
+
+
+def test_long_contexts_in_a_crowd_are_cut_for_three_programs_to_a_processor() -> None:
+    split = partial(split_to_stream, heads=8, processors=132, spare=66, unit=64)
+    some, crowd = np.array([600] * 64 + [3000] * 2), np.array([600] * 65 + [3000] * 2)
+    assert split(some) == split(some, crowd_streams=2) == 1024  # four to a processor: no crowd
+    assert (split(crowd), split(crowd, crowd_streams=2)) == (768, 1024)
+    assert split(np.full(128, 600)) == 640  # alike, so none is cut, and there is no merge
+
+
+@pytest.mark.parametrize(("partial_keys", "longest"), [(None, 1024), (64, 1536)])
+def test_only_kernels_whose_launch_fits_a_crowd_cut_for_one(partial_keys: int | None, longest: int) -> None:
+    builder = DeviceTilesBuilder(
+        device=torch.device("cpu"),
+        num_processors=132,
+        num_kv_heads=8,
+        group_size=4,
+        narrow_m=16,
+        wide_m=128,
+        partial_keys=partial_keys,
+        most_partials=200,
+    )
+    (tiles,) = builder.build(make_segments([(1, 600)] * 100 + [(1, 3000)] * 2))
+    assert int((tiles.work[:, 6] - tiles.work[:, 5]).max()) == longest
 
 
 def test_tiles_are_cut_where_a_last_round_would_leave_most_processors_idle() -> None:

@@ -175,8 +175,7 @@ NARROW_VARIANTS = [
     for n, warps, stages in ((32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 4), (128, 4, 2))
 ]
 FIXED_WIDE = [
-    {"specialised": 1},
-    {"of": 128, "STAGES": 2},
+    {"specialised": 0},
     {"part_keys": 512},
     {"part_keys": 2048},
 ]
@@ -243,7 +242,7 @@ class FixedVariant(InvariantAttention):
 
     def __init__(self, work: Work, **changes: int) -> None:
         self.of, self.changes = changes.pop("of", 0), {}
-        specialised = bool(changes.pop("specialised", 0))
+        specialised = changes.pop("specialised", 1)
         heights = {name: changes.pop(name) for name in ("narrow_m", "wide_m") if name in changes}
         super().__init__(
             device=torch.device("cuda"),
@@ -257,7 +256,7 @@ class FixedVariant(InvariantAttention):
         )
         for name, rows in heights.items():
             setattr(self.tiles, name, rows)
-        self.specialised, self.changes = specialised, changes
+        self.specialised, self.changes = self.specialised and bool(specialised), changes
 
     def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
         own = super().settings(block_m, exact=exact)

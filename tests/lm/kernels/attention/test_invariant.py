@@ -140,10 +140,41 @@ def test_heights_of_tiles_are_compared_before_several_are_taken(
     unlike = tall
     assert heights(make_attention(batch, 4)) == (rows, rows)
     assert caplog.messages == [
-        f"holdfast: attention has other bits by tiles of {tall} rows than by those of {other}. So deterministic steps "
-        "take longer"
+        f"holdfast: attention has other bits by tiles of {tall} rows than by tiles of {other} rows. So deterministic "
+        "steps take longer"
         for other in (low, low, rows)
     ]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_long_segments_take_the_kernel_for_prompts_if_its_bits_are_those_of_low_tiles(
+    alike: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = [(0, 150, 350), (1, 199, 200)]
+    batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device="cpu")
+    given: list[dict[str, Any]] = []
+    work = Launches("BLOCK_M")
+    monkeypatch.setattr(module, "attend_parts_kernel", work)
+    monkeypatch.setattr(module, "join_parts_kernel", Launches())
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "shared_bytes", lambda device: 227 << 10)
+    monkeypatch.setattr(module.prefill_kernel, "supports", lambda device, **sizes: True)
+    monkeypatch.setattr(module.prefill_kernel, "attend", lambda *tensors, **options: given.append(options))
+    monkeypatch.setattr(InvariantAttention, "_heights_alike", lambda self, dtype: alike or not self.specialised)
+    attention = make_attention(batch, 4)
+    assert heights(attention) == (module.LOW_ROWS, module.TALL_ROWS) and attention.specialised == alike
+    assert [message for message in caplog.messages if "the kernel for prompts than" in message] == caplog.messages
+    assert len(caplog.messages) == (not alike)
+    metadata = attention.make_metadata(batch.segments)
+    tensors = batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata
+    both = [(module.TALL_ROWS,), (module.LOW_ROWS,)]
+    attention.attend(*tensors, scale=0.25)
+    assert work.options == (both[1:] if alike else both)
+    assert [each["part_keys"] for each in given] == [64] * alike
+    for options in ({"window": 40}, {"softcap": 3.0}):  # that kernel has neither in this order
+        work.options.clear()
+        attention.attend(*tensors, scale=0.25, **options)
+        assert work.options == both and len(given) == alike
 
 
 def heights(attention: InvariantAttention) -> tuple[int, int]:

@@ -115,7 +115,7 @@ WORKS = [
     *(
         Work(part="decode", name=f"{batch} x {context:,}", groups=((batch, 1, context),))
         for batch, context in (
-            (1, 640), (1, 8192), (8, 2048), (32, 300), (32, 600), (32, 2048), (128, 600), (128, 2048),
+            (1, 640), (1, 8192), (8, 2048), (32, 300), (32, 600), (32, 2048), (128, 300), (128, 600), (128, 2048),
         )
     ),
     Work(part="mixed", name="32 x 2,048 and 1,024 that end at 8,192", groups=((32, 1, 2048), (1, 1024, 8192))),
@@ -181,13 +181,10 @@ FIXED_WIDE = [
 ]
 FIXED_NARROW = [
     {"narrow_m": 64},
-    {"of": 16, "maxnreg": 0},
-    {"of": 16, "maxnreg": 0, "STAGES": 4},
-    {"of": 16, "maxnreg": 0, "num_warps": 8},
+    {"of": 16, "maxnreg": 0, "STAGES": 3},
     {"of": 16, "maxnreg": 128, "STAGES": 2},
-    {"of": 16, "maxnreg": 0, "BLOCK_N": 32, "STAGES": 4},
+    {"of": 16, "maxnreg": 96, "STAGES": 2},
     {"part_keys": 512},
-    {"part_keys": 256},
 ]
 
 
@@ -258,8 +255,8 @@ class FixedVariant(InvariantAttention):
             setattr(self.tiles, name, rows)
         self.specialised, self.changes = self.specialised and bool(specialised), changes
 
-    def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
-        own = super().settings(block_m, exact=exact)
+    def settings(self, block_m: int, tokens: int, *, exact: bool) -> dict[str, int]:
+        own = super().settings(block_m, tokens, exact=exact)
         own |= self.changes if block_m == self.of else {}
         return {name: value for name, value in own.items() if value}
 

@@ -30,8 +30,9 @@ LOW_ROWS, TALL_ROWS = 16, 128
 """Rows of a tile of decodes, and of one of longer segments, on Hopper, where heights were seen to add up alike."""
 LOW_WARPS = 4
 """Warps of a tile of less than TILE_ROWS rows: they share its keys. Those of others have WARP_ROWS rows each."""
-LOW_REGISTERS = 168
-"""Registers of a thread of such a tile, with which three programs fit a processor."""
+MANY_PROGRAMS = 4
+"""Number of programs for each processor above which those of such tiles are MANY_LAUNCH, so that more run at once."""
+MANY_LAUNCH = {"STAGES": 2, "maxnreg": 128}
 WARP_ROWS = 16
 """Rows of a warp where the number of warps depends on the rows, as tensor cores take them."""
 MOST_STAGES = 3
@@ -389,7 +390,7 @@ class InvariantAttention(PagedAttention):
                 HAS_SOFTCAP=softcap is not None,
                 HAS_WINDOW=window is not None,
                 CHUNKED=chunked,
-                **self.settings(tiles.block_m, exact=query.element_size() > 2),
+                **self.settings(tiles.block_m, len(query), exact=query.element_size() > 2),
                 # Long segments have a stream of their own, whose first kernel waits for an event.
                 **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
             )
@@ -398,10 +399,10 @@ class InvariantAttention(PagedAttention):
                 tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
             )
 
-    def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
-        """Options of the kernel for tiles of this height, of float32 if they are `exact`. Only BLOCK_N decides bits.
+    def settings(self, block_m: int, tokens: int, *, exact: bool) -> dict[str, int]:
+        """Options of the kernel for tiles of this height, of float32 if they are `exact`, in a step of so many tokens.
 
-        Tuned on an H200 (benchmarks/kernels/attention_gpu.py).
+        Only BLOCK_N decides bits. Tuned on an H200 (benchmarks/kernels/attention_gpu.py).
         """
         block_n = 32 if self.block_d > 128 or exact else 64
         stages = 1 if exact else self._stages(block_m, block_n)
@@ -409,7 +410,8 @@ class InvariantAttention(PagedAttention):
             return dict(BLOCK_N=block_n, STAGES=stages, num_warps=8 if self.block_d > 64 or exact else 4)
         if block_m >= TILE_ROWS:
             return dict(BLOCK_N=block_n, STAGES=stages, num_warps=block_m // WARP_ROWS)
-        return dict(BLOCK_N=block_n, STAGES=stages, num_warps=LOW_WARPS, maxnreg=LOW_REGISTERS)
+        many = tokens * self.num_kv_heads > MANY_PROGRAMS * self.num_processors
+        return dict(BLOCK_N=block_n, STAGES=stages, num_warps=LOW_WARPS) | (MANY_LAUNCH if many else {})
 
     def _stages(self, block_m: int, block_n: int) -> int:
         """Stages of the loop over keys, for numbers of 16 bits. They do not change the bits."""

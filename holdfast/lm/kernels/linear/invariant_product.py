@@ -452,6 +452,8 @@ def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu
         programs = triton.cdiv(outputs, FEW_TOKENS.block_n) * order.parts
         launch = FEW_TOKENS if programs <= PLAIN_PROGRAMS else MORE_TOKENS_CUT
     launch = replace(launch, parts=order.parts)
+    if launch.part_length(inputs) != order.size:  # parts have whole steps of PLAIN_UNIT inputs, but perhaps not its own
+        launch = replace(FEW_TOKENS, parts=order.parts)
     return launch if order.parts == 1 or launch.part_length(inputs) == order.size else None
 
 

@@ -262,7 +262,7 @@ def test_partial_results_of_tall_tiles_take_no_more_memory(monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 30.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 30.0}, {"sinks": True}])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_compiled_attention_gives_decodes_the_bits_of_prompts(
     dtype: torch.dtype, options: dict[str, Any], head_dim: int
@@ -270,9 +270,13 @@ def test_compiled_attention_gives_decodes_the_bits_of_prompts(
     spans = [(0, 0, 2500), (1, 3000, 3300), (2, 0, 1)]
     batch = make_batch(spans, heads=16, kv_heads=4, head_dim=head_dim, dtype=dtype, device="cuda")
     options = {"scale": head_dim**-0.5, **options}
-    tiles = make_attention(batch, 132).tiles
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-1, 2, 16, device="cuda")
+    attention = make_attention(batch, 132)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert (tiles.wide_m > tiles.narrow_m) == (dtype != torch.float32 and head_dim <= 128)
+        several = dtype != torch.float32 and head_dim <= 128
+        assert heights(attention) == ((module.LOW_ROWS, module.TALL_ROWS) if several else (module.TILE_ROWS,) * 2)
+        assert attention.specialised == several
     whole = attend(batch, 132, **options)
     expected = oracle(batch, **options)
     assert (whole.double().cpu() - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()

@@ -212,6 +212,16 @@ def test_few_rows_of_plain_weights_are_computed_by_the_skinny_kernel_in_the_same
     assert torch.equal(product(row, weight, None, gpu=FEW), three[:1])
 
 
+def test_every_cut_of_a_sum_is_computed_by_the_skinny_kernel_for_up_to_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for outputs, inputs in ((4096, 14336), (2048, 8192), (3584, 18944), (8192, 28672), (1024, 3072)):
+        weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+        order = order_of(weight, weight.dtype, H200, added=True)
+        for rows in (1, 32, 33, 64):
+            launch = skinny_launch(weight[:1].expand(rows, -1), weight, order, H200)
+            assert launch is not None and launch.parts == order.parts > 1
+
+
 def test_a_tile_has_programs_for_the_device_and_stages_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 

@@ -28,13 +28,10 @@ TILE_ROWS = 64
 tensor core may add up a tile of another height in another order."""
 LOW_ROWS, TALL_ROWS = 16, 128
 """Rows of a tile of decodes, and of one of longer segments, on Hopper, where heights were seen to add up alike."""
-LOW_WARPS = 4
-"""Warps of a tile of less than TILE_ROWS rows: they share its keys. Those of others have WARP_ROWS rows each."""
-MANY_PROGRAMS = 4
-"""Number of programs for each processor above which those of such tiles are MANY_LAUNCH, so that more run at once."""
-MANY_LAUNCH = {"STAGES": 2, "maxnreg": 128}
-WARP_ROWS = 16
-"""Rows of a warp where the number of warps depends on the rows, as tensor cores take them."""
+LOW_WARPS, WARP_ROWS = 4, 16
+"""Warps of a tile of less than TILE_ROWS rows, which share its keys, and rows of a warp of a higher tile."""
+MANY_PROGRAMS, MANY_LAUNCH = 4, {"STAGES": 2, "maxnreg": 128}
+"""Number of programs of low tiles for each processor above which they have these options, by which more run at once."""
 MOST_STAGES = 3
 """Steps whose keys and values are in flight at once, if the shared memory has room for them."""
 SPARE_BYTES = 1024
@@ -400,7 +397,7 @@ class InvariantAttention(PagedAttention):
             )
 
     def settings(self, block_m: int, tokens: int, *, exact: bool) -> dict[str, int]:
-        """Options of the kernel for tiles of this height, of float32 if they are `exact`, in a step of so many tokens.
+        """Options of the kernel for tiles of this height in a step of `tokens`, which are float32 if `exact`.
 
         Only BLOCK_N decides bits. Tuned on an H200 (benchmarks/kernels/attention_gpu.py).
         """

@@ -145,20 +145,20 @@ def _weigh(
 
 @gluon.jit
 def _by_fours(numbers):
-    """As `invariant.by_fours`."""
+    """Numbers [M, N] as [M, 2, N / 4, 2], as in `invariant.by_fours`."""
     return gl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 4, 2])
 
 
 @gluon.jit
 def _halved(numbers):
-    """As `invariant.halved`."""
+    """Sums [M, N / 2] of the numbers [M, N] that are half a row apart."""
     return gl.sum(gl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), 1)
 
 
 @gluon.jit
 def _weigh_apart(scores, top, totals, position, first, scale, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
                  LAYOUT: gl.constexpr):  # fmt: skip
-    """`_weigh` with the bits of `invariant.weigh_apart`, operation by operation."""
+    """One step of the online softmax by the operations of `invariant.weigh_apart`, which says what it returns."""
     unit = scale * 1.4426950408889634
     if MASKED:
         key = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
@@ -307,7 +307,7 @@ def _store_partial(
 
 @gluon.jit
 def _join(acc, top, total, result, log, RESULT: gl.constexpr):
-    """As `invariant.join`, operation by operation."""
+    """Join the next part of a context to the parts before it, by the operations of `invariant.join`."""
     new_top = gl.maximum(top, log)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
     fade, share = gl.exp2(top - base), gl.exp2(log - base)
@@ -524,8 +524,8 @@ def attend(
 ) -> None:
     """Compute the tiles of `work` [W, 8], each of BLOCK_M rows; the other arguments are `Attention.attend`'s.
 
-    With `part_keys`, parts of so many keys are joined in order, with the bits of `invariant.attend_parts_kernel`. There
-    is neither window nor softcap then.
+    `part_keys`: parts of this number of keys are joined in order, with the bits of `invariant.attend_parts_kernel`. It
+    goes with neither a window nor a softcap. 0: a context has no parts.
 
     Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `put_rows`.
     """

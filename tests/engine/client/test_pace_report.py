@@ -190,8 +190,8 @@ LATE_STEP = (100.0, 100.01), (100.02, 100.03), (100.05, 100.06), (100.07, 100.08
 async def test_tokens_that_this_process_took_up_late_are_not_reported(peer, monkeypatch, ahead, times, reported):
     """`times` are those at which the engine sends a token, and at which this process takes it up.
 
-    The process stands still for 30 ms; or it is 40 ms behind all the time; or 10 ms, and one step takes 30 ms. The last
-    token of each case comes at once.
+    The process stands still for 30 ms; or it takes up each token 40 ms late; or 10 ms, and one step takes 30 ms. The
+    last token of each case comes at once.
     """
     now = [100.0]
     client = await start(peer, EngineConfig(tbt_target=25.0))

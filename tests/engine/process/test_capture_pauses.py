@@ -68,7 +68,7 @@ class PaddedSteps:
 
 
 def serve(policy, steps=400, streams=10, steps_in_flight=2, every=40):
-    """Run streams without a pause, with a new prompt every so many steps. Returns the device, and gaps of streams."""
+    """Run streams without a pause, with a new prompt every `every` steps. Returns the device, and gaps of streams."""
     device = PaddedSteps()
     scheduler = Scheduler(policy, PagedKind(BlockPool(1024, 16)), max_sequences=16, max_model_len=1024, vocab_size=100)
     loop = Loop(

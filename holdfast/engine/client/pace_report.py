@@ -20,8 +20,8 @@ class PaceReport:
 
     - Late tokens whose way took longer than that of the token before by more than the largest margin of a step: this
       process stood still, or its machine did.
-    - All tokens whose way took longer than the target: this process is a step behind, so the times between tokens are
-      its own.
+    - All tokens whose way took longer than the target: this process still works on an earlier step, so the times
+      between tokens are its own.
     """
 
     def __init__(self, target: float, send: Callable[[messages.TokenWaits], None]) -> None:

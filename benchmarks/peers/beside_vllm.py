@@ -60,7 +60,7 @@ OFFLINE = {
 REDRAW = f"from typing import Any\nSTD = {STD}\n{inspect.getsource(redraw)}\n"
 """Function that the peer's driver applies to its model."""
 FIGURES = ("PEER {", "HOLDFAST {")
-"""What a line of figures begins with."""
+"""First characters of a line of figures."""
 NO_PREFIX_CACHE = ("--extra", json.dumps(dict(enable_prefix_caching=False)))
 """Words for the peer's driver. All its rows draw from one seed, so a prefix cache would find prompts of earlier rows.
 Holdfast has none in these parts either.

@@ -3,9 +3,9 @@
 usage: python -m benchmarks.peers.http_streams holdfast|vllm [--site DIR] [--streams 1 128 512] [--requests 10 512 1024]
 
 `beside_vllm --parts http` runs this once for each engine. Both servers stand at their defaults, but for 512 sequences
-at a time; they have one shape, and weights drawn alike. Equal processes of clients send equal requests: prompts of token
-ids, streamed, greedy, end-of-sequence ignored. For each number of `--streams` that many requests are kept open until
-all of `--requests` have ended. A line is printed as soon as it is there.
+at a time; they have one shape, and weights drawn alike. Equal processes of clients send equal requests: prompts of
+token ids, each new to the server, streamed, greedy, end-of-sequence ignored. For each number of `--streams` that many
+requests are kept open until all of `--requests` have ended. A line is printed as soon as it is there.
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Write the merged JSON, the table and the plot."""
     asked = {ours: theirs for ours, theirs in OFFLINE.items() if ours in arguments.rows}
     table = offline_table(done, "offline", asked) + offline_table(done, "qwen", QWEN)
-    table += stall_table(done) + http_table(done)
+    table += [row for row in stall_table(done) if any(row["runs"].values())] + http_table(done)
     found = curves(done)
     equal = equal_latency(found)
     merged = dict(table=table, curves=found, at_equal_latency=equal, jobs=done)

@@ -398,11 +398,15 @@ class Outputs(Message, tag="outputs"):
     prompt_logprobs: list[tuple[TokenLogprobs, ...]]
     vector: list[bytes]
     cached_by_tier: list[tuple[int, int, int]]
+    prompt_ranks: list[tuple[int, ...]] = []
+    """Empty if the engine has an older version."""
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:
         """The outputs as one SequenceOutput for each sequence."""
-        return Columns(SequenceOutput, **msgspec.structs.asdict(self))
+        columns = msgspec.structs.asdict(self)
+        columns["prompt_ranks"] = self.prompt_ranks or [()] * len(self.request_id)
+        return Columns(SequenceOutput, **columns)
 
 
 class Results(Message, tag="results"):

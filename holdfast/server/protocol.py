@@ -654,8 +654,12 @@ def parse(body: bytes, shape: type[Body], more: Mapping[str, Any] | None = None)
     `more` are values of fields that the client gave elsewhere. They count where the shape has the field and the body
     leaves it out.
     """
-    wanted = {name: value for name, value in (more or {}).items() if name in shape.__struct_fields__}
-    return typed(wanted | read_object(body), shape)
+    return typed(with_more(read_object(body), shape, more), shape)
+
+
+def with_more(fields: dict[str, Any], shape: type[RequestBody], more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a body's fields after those of `more` that the shape has."""
+    return {name: value for name, value in (more or {}).items() if name in shape.__struct_fields__} | fields
 
 
 def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:

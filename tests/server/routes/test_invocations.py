@@ -11,6 +11,8 @@ import httpx
 import pytest
 from fake_engine import FakeClient
 
+from holdfast.server import protocol
+
 Http = Callable[..., httpx.AsyncClient]
 INVOCATIONS = "/invocations"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "seed": 1}
@@ -37,6 +39,26 @@ async def test_an_invocation_is_answered_as_on_the_route_of_its_body(http: Http,
 
     async with http() as api:
         assert lasting(await api.post(INVOCATIONS, json=body)) == lasting(await api.post(path, json=body))
+
+
+@pytest.mark.parametrize("text", ["a name", "x" * 40_000])
+async def test_the_json_of_an_invocation_is_read_once(http: Http, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    decoded: list[int] = []
+
+    def counted(body: bytes, what: str, param: str | None = None) -> None:
+        decoded.append(len(body))
+
+    monkeypatch.setattr(protocol, "check_items", counted)
+    body = json.dumps({"prompt": "hello", "max_tokens": 1, "user": text}).encode()
+    async with http() as api:
+        reply = await api.post(INVOCATIONS, content=body, headers={"content-type": "application/json"})
+    assert (reply.status_code, decoded) == (200, [len(body)])
+
+
+async def test_headers_of_an_invocation_give_fields_that_its_body_lacks(http: Http) -> None:
+    async with http() as api:
+        refused = await api.post(INVOCATIONS, json=CHAT, headers={"x-holdfast-ttft-ms": "0"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "ttft_ms"
 
 
 async def test_an_invocation_is_streamed_and_may_be_compressed(http: Http) -> None:

@@ -398,7 +398,7 @@ class Outputs(Message, tag="outputs"):
     prompt_logprobs: list[tuple[TokenLogprobs, ...]]
     vector: list[bytes]
     cached_by_tier: list[tuple[int, int, int]]
-    prompt_ranks: list[tuple[int, ...]] = []
+    prompt_ranks: list[tuple[int, ...]] = msgspec.field(default_factory=list)
     """Empty if the engine has an older version."""
 
     @property

@@ -505,10 +505,11 @@ class Answer:
         except ValueError as error:  # The chat template refuses these messages.
             raise invalid(str(error), self.wanted.prompt_param) from None
         if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
+            part = slice(kept) if self.wanted.keeps_start else slice(-kept, None)
             if self.given:
                 pairs = zip(self.given, prompts, strict=True)
-                self.given = [prompt[-kept:] if len(prompt) > kept else given for given, prompt in pairs]
-            prompts = [prompt[-kept:] for prompt in prompts]
+                self.given = [prompt[part] if len(prompt) > kept else given for given, prompt in pairs]
+            prompts = [prompt[part] for prompt in prompts]
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
             self.usage.prompt_tokens += len(prompt)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
-from holdfast.server.embeddings import EmbeddingRequest
+from holdfast.server.embeddings import VectorRequest
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.http import described, read_fields
 from holdfast.server.service import Service
@@ -24,7 +24,7 @@ ROUTES = {
 }
 """Route that answers a body, by the field that only bodies of that route have. The first field that is there counts."""
 
-BODIES = (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest)
+BODIES = (ChatRequest, CompletionRequest, VectorRequest, RerankRequest, ScoreRequest)
 JSON_TYPE = "application/json"
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -1,7 +1,7 @@
 """Structural tags, as XGrammar and vLLM have them, turned into Lark. Pure.
 
 A structural tag is a tree of formats, each a piece of the answer: a text, JSON by a schema, free text, a tag around
-another format, and so on (XGrammar, docs/structural_tag/structural_tag.md). llguidance cannot take back a character of
+another format, and so on (XGrammar, "Structural Tag Usage"). llguidance cannot take back a character of
 free text, so free text ends where the text that follows it first occurs, and both are one lazy lexeme.
 """
 

@@ -60,6 +60,7 @@ TIME = "<fn=time>now</fn>"
         (ANY, ["", "anything <x>\n"], []),
         ({**ANY, "excludes": ["<fn", "a\nb"]}, ["", "<f", "a b"], ["x<fn", "a\nb"]),
         ({**ANY, "max_chars": 3}, ["", "éß\n"], ["four"]),
+        ({**ANY, "max_chars": 3, "excludes": ["b"]}, ["", "aaa"], ["aaaa", "ab"]),
         (in_order(text("Answer: "), CITY), ["Answer: " + PARIS], [PARIS, "Answer: "]),
         (one_of(text("yes"), text("no")), ["yes", "no"], ["", "yesno"]),
         (in_order({"type": "optional", "content": text("so ")}, text("yes")), ["so yes", "yes"], ["so "]),

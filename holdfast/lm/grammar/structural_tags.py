@@ -296,19 +296,21 @@ class _Writer:
     def _triggered(self, wanted: Format, path: str) -> tuple[Piece, ...]:
         _taken(wanted, ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"), path)
         triggers = _texts(wanted, "triggers", path)
+        needed = _flag(wanted, "at_least_one", path)
         bodies: dict[str, list[str]] = {}
         whole: list[str] = []
         for tag, place in self._tags(wanted, path):
             begin = _text(tag, "begin", place)
             trigger = next((each for each in triggers if each and begin.startswith(each)), None)
             if trigger is None:
-                raise ValueError(f"no trigger begins {begin!r}; give one that does")
+                raise ValueError(f"no trigger of {path} begins {begin!r}; give one that does")
             inside = self._inside(tag, place)
             bodies.setdefault(trigger, []).append(
                 self.joined((*self._fixed(begin.removeprefix(trigger)), *inside), last=False)
             )
-            whole.append(self.joined((*self._fixed(begin), *inside), last=False))
-        first = self._rule(" | ".join(whole)) if _flag(wanted, "at_least_one", path) else ""
+            if needed:
+                whole.append(self.joined((*self._fixed(begin), *inside), last=False))
+        first = self._rule(" | ".join(whole)) if needed else ""
         pairs = tuple((self._terminal(json.dumps(each, ensure_ascii=False)), f"({' | '.join(some)})")
                       for each, some in bodies.items())  # fmt: skip
         once = _flag(wanted, "stop_after_first", path)

@@ -149,7 +149,7 @@ def test_tags_may_begin_and_end_with_tokens(compiler: GrammarCompiler, token: in
         ({"type": "repeat", "min": True, "max": 2, "content": ANY}, "format.min must be an integer"),
         (tag("<r>", ANY, None), "format.end must be a list of 1 to 1024 entries"),
         (tag({"type": "token", "token": "a b"}, ANY, ""), "format.begin.token must be the id of a token"),
-        (calls(triggers=["<other"]), "no trigger begins '<fn=weather>'"),
+        (calls(triggers=["<other"]), "no trigger of format begins '<fn=weather>'"),
         (calls(tags=[text("a")]), r"format.tags\[0\] must be a tag"),
         (calls(at_least_one="yes"), "format.at_least_one must be true or false"),
         ({"type": "dispatch", "rules": [["a"]]}, r"format.rules\[0\] must be a pair of a text and a format"),

@@ -70,13 +70,16 @@ LONGEST_GAP = 3.0
 def sarathi_lengths(path: Path, limit: int) -> list[Conversation]:
     """The requests of a file of Sarathi-Serve's authors, in its order, all at once; none above `limit` tokens.
 
-    Raises ValueError for a file without the columns num_prefill_tokens and num_decode_tokens.
+    Raises ValueError for a file without whole numbers in columns num_prefill_tokens and num_decode_tokens.
     """
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
         if missing := {"num_prefill_tokens", "num_decode_tokens"} - set(rows.fieldnames or ()):
             raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
-        turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+        try:
+            turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {rows.line_num}: {error}") from None
     return [Conversation(0.0, (turn,)) for turn in turns if turn.prompt + turn.output <= limit]
 
 
@@ -88,8 +91,8 @@ def write_lengths(path: Path, turns: Iterable[Turn]) -> None:
         rows.writerows((turn.prompt, turn.output) for turn in turns)
 
 
-class _NumbersOnly(pickle.Unpickler):
-    """Reads lists, tuples and numbers. A pickle that names a class or a function could run any code; it is refused."""
+class _PlainValues(pickle.Unpickler):
+    """Reads plain values. A pickle that names a class or a function could run any code, and is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -102,7 +105,7 @@ def vllm_lengths(path: Path) -> list[Turn]:
     """
     with path.open("rb") as file:
         try:
-            pairs = _NumbersOnly(file).load()
+            pairs = _PlainValues(file).load()
         except Exception as error:  # a damaged pickle raises almost anything
             raise ValueError(f"{path} is not a pickle of lengths: {error}") from None
     if not isinstance(pairs, list) or not pairs:
@@ -117,10 +120,13 @@ def alpaca_lengths(paths: Sequence[Path], tokenizer: Path) -> list[Turn]:
     """The lengths of the instructions in files of Stanford Alpaca's format, each instruction once.
 
     A prompt is the instruction and, in the next line, its input. `tokenizer` is a folder with GPT-2's vocab.json and
-    merges.txt, which are OPT's too. As OPT's tokenizer does, each text gets a token in front. Raises ValueError for a
-    file of another format.
+    merges.txt, which are OPT's too. As OPT's tokenizer does, each text gets a token in front. Raises OSError without a
+    file, and ValueError for one of another format.
     """
-    encode = ByteLevelBPETokenizer(str(tokenizer / "vocab.json"), str(tokenizer / "merges.txt")).encode
+    vocabulary = [tokenizer / name for name in ("vocab.json", "merges.txt")]
+    if missing := [path for path in vocabulary if not path.is_file()]:
+        raise FileNotFoundError(f"there is no {missing[0]}")
+    encode = ByteLevelBPETokenizer(*map(str, vocabulary)).encode
     texts: dict[tuple[str, str], None] = {}
     for path in paths:
         try:
@@ -128,7 +134,9 @@ def alpaca_lengths(paths: Sequence[Path], tokenizer: Path) -> list[Turn]:
                 prompt, answer = "\n".join(filter(None, (row["instruction"], row["input"]))), row["output"]
                 texts[prompt, answer] = None
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a list of instruction, input and output: {error!r}") from None
+            raise ValueError(
+                f"{path} is not a list of instruction, input and output: {type(error).__name__}, {error}"
+            ) from None
     return [Turn(*(1 + len(encode(text).ids) for text in pair)) for pair in texts]
 
 

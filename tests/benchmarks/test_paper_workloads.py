@@ -77,6 +77,10 @@ def test_lengths_come_from_the_authors_file_but_for_requests_above_the_limit(tmp
     path.write_text("num_prefill_tokens,tokens\n10,5\n")
     with pytest.raises(ValueError, match="no column num_decode_tokens"):
         paper_workloads.sarathi_lengths(path, 100)
+    for row, reason in (("10,x", "invalid literal"), ("10", "NoneType")):
+        path.write_text(f"num_prefill_tokens,num_decode_tokens\n1,2\n{row}\n")
+        with pytest.raises(ValueError, match=f"lengths.csv, line 3: .*{reason}"):
+            paper_workloads.sarathi_lengths(path, 100)
 
 
 def test_written_lengths_are_read_again(tmp_path):
@@ -149,7 +153,8 @@ def test_an_alpaca_prompt_is_the_instruction_and_its_input_with_a_token_in_front
     found = paper_workloads.alpaca_lengths([one, two], bytes_tokenizer)
     assert found == [Turn(1 + 3, 1 + 1), Turn(1 + 2 + 1 + 2, 1 + 3), Turn(6, 2)], "what comes twice counts once"
     two.write_text('[{"instruction": "abc", "output": "d"}]')
-    with pytest.raises(
-        ValueError, match=r"two.json is not a list of instruction, input and output: KeyError\('input'\)"
-    ):
+    with pytest.raises(ValueError, match=r"two.json is not a list of instruction, input and output: KeyError, 'input'"):
         paper_workloads.alpaca_lengths([one, two], bytes_tokenizer)
+    (bytes_tokenizer / "merges.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no .*merges.txt"):
+        paper_workloads.alpaca_lengths([one], bytes_tokenizer)

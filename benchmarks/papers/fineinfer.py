@@ -3,7 +3,7 @@
 Run: python -m benchmarks.papers.fineinfer sweep     # Figures 5 to 8 (F-42, F-43), simulated RTX 3090; half an hour
      python -m benchmarks.papers.fineinfer why       # full load, one assumption changed at a time (F-43, F-45); minutes
      python -m benchmarks.papers.fineinfer memory    # §4.2: tokens that each design's cache holds (F-44)
-     python -m benchmarks.papers.fineinfer lengths   # the data sets' own lengths beside the drawn ones (F-40)
+     python -m benchmarks.papers.fineinfer lengths   # F-40: the data sets' own lengths beside the drawn ones
      python -m benchmarks.papers.fineinfer load      # some rates on this machine's device
      python -m benchmarks.papers.fineinfer overhead  # Figures 3 and 4, Table 1 (F-46, F-47), here; --tiny on a CPU
 
@@ -92,8 +92,8 @@ LOADS = (0.5, 1.0, 2.0)
 """Requests per second of `load`."""
 MINUTES = 15
 """Minutes of arrivals, as in §4.1."""
-FULL = 20_000
-"""Number of requests that wait from the beginning, at full load."""
+FULL = 30_000
+"""Number of requests that wait from the beginning, at full load: more than any design serves in MINUTES."""
 FREE = 0.95
 """Share of the card that a process may use."""
 ACTIVATIONS = 5e8

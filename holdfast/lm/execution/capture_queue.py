@@ -102,7 +102,6 @@ class CaptureQueue:
         """Note that a size is captured, and how many seconds each half took."""
         self._took[size] = rehearsal, capture
         self._left.pop(size, None)
-        self._lost.pop(size, None)
         self.rehearsed, self._due = None, False
 
     def missed(self, wanted: GraphSize, ran: GraphSize) -> Missed | None:

@@ -57,6 +57,8 @@ class CaptureQueue:
         """Seconds for which steps have computed this padding."""
         self._took: dict[GraphSize, tuple[float, float]] = {}
         """Seconds of both halves, for each size that is captured."""
+        self._expected: dict[GraphSize, tuple[float, float]] = {}
+        """Results of `expected` since the last capture."""
         self._due = False
 
     def __len__(self) -> int:
@@ -94,13 +96,16 @@ class CaptureQueue:
 
         No larger size, no time: then (0, 0).
         """
-        larger = min((each for each in self._took if each.holds(size)), default=None)
-        rehearsal, capture = self._took[larger] if larger else (0.0, 0.0)
-        return MARGIN * rehearsal, MARGIN * capture
+        if size not in self._expected:
+            larger = min((each for each in self._took if each.holds(size)), default=None)
+            rehearsal, capture = self._took[larger] if larger else (0.0, 0.0)
+            self._expected[size] = MARGIN * rehearsal, MARGIN * capture
+        return self._expected[size]
 
     def captured(self, size: GraphSize, rehearsal: float, capture: float) -> None:
         """Note that a size is captured, and how many seconds each half took."""
         self._took[size] = rehearsal, capture
+        self._expected.clear()
         self._left.pop(size, None)
         self.rehearsed, self._due = None, False
 

@@ -63,6 +63,7 @@ def test_a_process_that_sends_more_slowly_than_the_engine_says_nothing_once_it_i
 
 def test_steps_that_are_late_by_themselves_count_however_steady_the_way_is() -> None:
     assert waits_seen([0.040] * 101, [0.002] * 101) == (100, 100)
+    assert waits_seen([0.040] * 101, [0.002, *[0.012, 0.002] * 50]) == (100, 100)
 
 
 def test_tokens_of_an_engine_that_does_not_say_when_it_sent_them_all_count() -> None:

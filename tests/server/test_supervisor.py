@@ -24,6 +24,7 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.server.address import reserve
 from holdfast.server.config import ServerConfig
 from holdfast.server.supervisor import check
+from tests import served as servers
 from tests.served import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ class Served:
         sizes += ["--drain-seconds", str(PATIENCE_SECONDS)]  # a busy machine may need as long for a stream
         command = [sys.executable, "-m", "holdfast.cli", "serve", "--api-processes", "2", *files, *sizes]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = servers.processes.Popen(
                 [*command, "--port", self.url.rpartition(":")[2]],
                 env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=log,
                 start_new_session=True,

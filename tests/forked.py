@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -214,7 +215,13 @@ class Template:
         forked: Future[tuple[int, Future[int]]] = Future()
         self._ordered.append(forked)
         socket.send_fds(self._socket, [json.dumps(order).encode()], files)
-        return forked.result(START_SECONDS)
+        pid, ended = forked.result(START_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while (
+                order["session"] and not ended.done() and os.getsid(pid) != pid
+            ):  # only then is its group to be killed
+                time.sleep(0.0005)
+        return pid, ended
 
     def close(self) -> None:
         """End this process. What was forked ends with it."""

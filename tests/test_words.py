@@ -279,14 +279,11 @@ VAGUE = re.compile(r"(?<!-)\b(so many|beside|behind|told|tells?)\b(?!-)")
 """Words for which there is a plainer one: the number itself, with or next to, after, report."""
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a module, with their line numbers. Docs of fields are docstrings too."""
-    yield from docstrings(source)
-    yield from comments(source)
-
-
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Strings that are statements of their own. Only statements are walked: most nodes are expressions."""
+    """The docstrings of a module, with their line numbers. Docs of fields are docstrings too.
+
+    Only statements are walked: most nodes are expressions.
+    """
     left: list[Any] = [ast.parse(source)]
     while left:
         node = left.pop()
@@ -299,6 +296,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
+    """The comments of a module, with their line numbers."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -354,7 +352,7 @@ def test_a_plain_text_is_allowed(text: str) -> None:
 
 def test_docstrings_docs_of_fields_and_comments_are_read() -> None:
     source = 'class A:\n    """A."""\n    b: int = 1  # c\n    """B."""\n'
-    assert sorted(texts(source)) == [(2, "A."), (3, "c"), (4, "B.")]
+    assert sorted([*docstrings(source), *comments(source)]) == [(2, "A."), (3, "c"), (4, "B.")]
 
 
 def test_docstrings_are_read_in_every_kind_of_block() -> None:

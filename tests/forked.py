@@ -121,11 +121,10 @@ class Forking:
             if not self._template:
                 self._template.append(Template())
             template = self._template[0]
-            if not is_command:
-                assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
-                return template.fork_program(command[3], command[5:], **options)
-            assert options.pop("stdout") == options.pop("stderr") == subprocess.PIPE and options.pop("text")
-            return template.fork_command(command[3:], **options)
+            if is_command:
+                return template.fork_command(command[3:], **options)
+            assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
+            return template.fork_program(command[3], command[5:], **options)
 
     def close(self) -> None:
         """End the template, and with it all that was forked."""
@@ -175,22 +174,57 @@ class Template:
         finally:
             os.close(theirs)
 
-    def fork_command(self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path) -> Forked:
-        """Start the `holdfast` command, whose output is read. For one thread at a time."""
-        output, errors = os.pipe(), os.pipe()
-        try:
-            made = self._fork(order_of(COMMAND, arguments, env, cwd), [0, output[1], errors[1]])
-        finally:
-            os.close(output[1])
-            os.close(errors[1])
-        return Forked(*made, None, os.fdopen(output[0]), os.fdopen(errors[0]))
+    def fork_command(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        *,
+        stdin: int | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        text: bool = True,
+        start_new_session: bool = False,
+    ) -> Forked:
+        """Start the `holdfast` command. A pipe is for its output or errors, and is read as text.
+
+        For one thread at a time.
+        """
+        assert text and stdin in (None, subprocess.DEVNULL)
+        with contextlib.ExitStack() as ours:
+
+            def given(file: int | IO[Any] | None, own: int) -> int:
+                """The process's descriptor, in place of our `own` one."""
+                if file is None:
+                    return own
+                if file == subprocess.DEVNULL:
+                    file = os.open(os.devnull, os.O_RDWR)
+                    ours.callback(os.close, file)
+                return file if isinstance(file, int) else file.fileno()
+
+            pipes = [os.pipe() if file == subprocess.PIPE else None for file in (stdout, stderr)]
+            for pipe in filter(None, pipes):
+                ours.callback(os.close, pipe[1])
+            output, errors = (
+                pipe[1] if pipe else given(file, own)
+                for pipe, file, own in zip(pipes, (stdout, stderr), (1, 2), strict=True)
+            )
+            order = order_of(COMMAND, arguments, env, cwd or Path.cwd(), session=start_new_session)
+            made = self._fork(order, [given(stdin, 0), output, errors])
+        return Forked(*made, None, *(os.fdopen(pipe[0]) if pipe else None for pipe in pipes))
 
     def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> tuple[int, Future[int]]:
         """Start a process with these descriptors. Returns its id, and its exit status as it will be."""
         forked: Future[tuple[int, Future[int]]] = Future()
         self._ordered.append(forked)
         socket.send_fds(self._socket, [json.dumps(order).encode()], files)
-        return forked.result(START_SECONDS)
+        pid, ended = forked.result(START_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while (
+                order["session"] and not ended.done() and os.getsid(pid) != pid
+            ):  # only then is its group to be killed
+                time.sleep(0.0005)
+        return pid, ended
 
     def close(self) -> None:
         """End this process. What was forked ends with it."""

@@ -108,6 +108,25 @@ def test_a_forked_command_has_its_own_output_errors_and_status(forking: Forking)
         assert (process.returncode, output) == (2, "") and "70000" in errors
 
 
+def test_a_forked_command_writes_where_it_is_told_to_in_a_session_of_its_own(forking: Forking, tmp_path: Path) -> None:
+    words, options = [sys.executable, "-m", "holdfast.cli"], {"env": dict(os.environ), "stdin": subprocess.DEVNULL}
+    quiet = {"stdout": subprocess.DEVNULL, "start_new_session": True}
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    with output.open("w") as file, forking.Popen([*words, "--version"], stdout=file, stderr=file, **options) as process:
+        assert process.wait(60) == 0 and process.stdout is process.stderr is None
+    assert output.read_text() == f"holdfast {__version__}\n"
+    refused = ["serve", "--port", "70000"]
+    with errors.open("w") as file, forking.Popen([*words, *refused], stderr=file, **quiet, **options) as process:
+        assert process.wait(60) == 2 and "70000" in errors.read_text()
+    with forking.Popen([*words, "engine", "--listen", str(tmp_path / "socket")], **quiet, **options) as process:
+        null = Path(os.devnull)
+        while not of(process, "fd/0").resolve() == of(process, "fd/1").resolve() == null and process.poll() is None:
+            time.sleep(0.001)
+        session = os.getsid(process.pid)
+        process.kill()
+        assert (session, process.wait(60)) == (process.pid, -signal.SIGKILL)
+
+
 def test_a_forked_server_finds_the_modules_of_its_directory_and_prints_warnings_where_asked_to(
     forking: Forking, tmp_path: Path
 ) -> None:

@@ -59,7 +59,9 @@ def installed(wheel: Path) -> Path:
     directory = wheel.parent / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", directory, cwd=wheel.parent)
     python = directory / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=wheel.parent)
+    # Few of the modules are imported, so pip need not compile them all.
+    options = ("--no-deps", "--no-index", "--no-compile")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=wheel.parent)
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=directory).strip())
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return directory / "bin" / "holdfast"

@@ -14,16 +14,30 @@ from scripts.rooms import Module, Package, draw, table
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "rooms.svg"
-HOLDFAST = Package.read(ROOT)
-MODULES = {module.name: module for module in HOLDFAST.modules}
 
-PURE = [m for m in HOLDFAST.modules if any(m.name == room or m.name.startswith(f"{room}.") for room in HOLDFAST.pure)]
+
+def code() -> Package:
+    """The package, which is read with the first test and not by every process that collects tests."""
+    return Package.read(ROOT)
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """All modules by name."""
+    return {module.name: module for module in code().modules}
+
+
+@cache
+def pure() -> list[Module]:
+    """The modules of the pure rooms."""
+    rooms = code().pure
+    return [m for m in code().modules if any(m.name == room or m.name.startswith(f"{room}.") for room in rooms)]
 
 
 @cache
 def imports() -> dict[str, set[str]]:
     """By module, the modules that it imports."""
-    return {name: {*HOLDFAST.imported(module)} for name, module in MODULES.items()}
+    return {name: {*code().imported(module)} for name, module in modules().items()}
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -56,7 +70,7 @@ def with_line(name: str, line: str) -> Package:
     """The package with `line` at the end of one of its modules."""
     text = (ROOT / "holdfast" / f"{name.replace('.', '/')}.py").read_text() + line + "\n"
     longer = Module(name, ast.parse(text), text.count("\n"))
-    return replace(HOLDFAST, modules=tuple(longer if m.name == name else m for m in HOLDFAST.modules))
+    return replace(code(), modules=tuple(longer if m.name == name else m for m in code().modules))
 
 
 def test_the_cycle_search_finds_a_cycle_and_only_a_cycle() -> None:
@@ -73,7 +87,7 @@ import json
 def late():
     from holdfast.lm.memory import block_pool
 """
-    found = {*HOLDFAST.imported(Module("anywhere", ast.parse(text), 7))}
+    found = {*code().imported(Module("anywhere", ast.parse(text), 7))}
     assert found == {"core.cost", "core.types", "loop.loop", "lm.memory.block_pool"}
 
 
@@ -93,16 +107,16 @@ def parts(package: str) -> dict[str, set[str]]:
 
 
 def test_the_parts_of_every_package_import_each_other_one_way() -> None:
-    packages = sorted({name.rpartition(".")[0] for name in MODULES})
+    packages = sorted({name.rpartition(".")[0] for name in modules()})
     assert {package: found for package in packages if (found := cycle(parts(package)))} == {}
 
 
 def test_every_room_imports_only_from_rooms_below_it() -> None:
-    rooms = HOLDFAST.rooms
+    rooms = code().rooms
     upward = [
         f"{room} imports {target}"
         for room in rooms
-        for target in HOLDFAST.imports[room]
+        for target in code().imports[room]
         if rooms.index(target) <= rooms.index(room)
     ]
     assert upward == []
@@ -110,7 +124,7 @@ def test_every_room_imports_only_from_rooms_below_it() -> None:
 
 def test_an_engine_on_a_cpu_starts_without_triton_and_transformers() -> None:
     needs: dict[str, set[str]] = {}
-    for name, module in MODULES.items():
+    for name, module in modules().items():
         body = [node for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         needs[f"holdfast.{name}".rstrip(".")] = {
             name
@@ -131,17 +145,17 @@ def test_only_the_package_itself_imports_its_public_names() -> None:
 
 
 def test_no_module_is_named_utils_or_helpers() -> None:
-    assert [name for name in MODULES if name.split(".")[-1].strip("_") in ("util", "utils", "helpers", "misc")] == []
+    assert [name for name in modules() if name.split(".")[-1].strip("_") in ("util", "utils", "helpers", "misc")] == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    assert [name for name, module in MODULES.items() if not ast.get_docstring(module.tree)] == []
+    assert [name for name, module in modules().items() if not ast.get_docstring(module.tree)] == []
 
 
 def test_no_module_has_a_global_statement() -> None:
     found = [
         f"{name}:{node.lineno}"
-        for name, module in MODULES.items()
+        for name, module in modules().items()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Global)
     ]
@@ -152,7 +166,7 @@ def test_pure_modules_call_nothing_that_reads_or_writes() -> None:
     refused = {"open", "print", "input", "exec", "eval", "__import__"}
     found = [
         f"{module.name}:{node.lineno} calls {node.func.id}"
-        for module in PURE
+        for module in pure()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in refused
     ]
@@ -160,36 +174,36 @@ def test_pure_modules_call_nothing_that_reads_or_writes() -> None:
 
 
 def test_the_pure_rooms_are_those_that_decide() -> None:
-    assert {*HOLDFAST.pure} >= {"core", "loop", "lm.scheduler", "lm.memory"}
-    assert len(PURE) > 20
+    assert {*code().pure} >= {"core", "loop", "lm.scheduler", "lm.memory"}
+    assert len(pure()) > 20
 
 
 def test_the_committed_picture_shows_the_rooms_as_they_are() -> None:
-    assert PICTURE.read_text() == draw(HOLDFAST), "the rooms have changed; run `make rooms` and look at docs/rooms.svg"
+    assert PICTURE.read_text() == draw(code()), "the rooms have changed; run `make rooms` and look at docs/rooms.svg"
 
 
 def test_the_picture_has_a_dot_for_every_import_between_rooms() -> None:
     picture = PICTURE.read_text()
-    shown = [f"<title>{room} imports {target}</title>" for room in HOLDFAST.rooms for target in HOLDFAST.imports[room]]
+    shown = [f"<title>{room} imports {target}</title>" for room in code().rooms for target in code().imports[room]]
     assert [title for title in shown if title not in picture] == []
     assert picture.count("<title>") == len(shown)
 
 
 def test_a_new_import_between_rooms_changes_the_picture() -> None:
-    assert "loop" not in HOLDFAST.imports["lm.memory"]
-    assert draw(with_line("lm.memory.block_pool", "from holdfast.loop.loop import Loop")) != draw(HOLDFAST)
+    assert "loop" not in code().imports["lm.memory"]
+    assert draw(with_line("lm.memory.block_pool", "from holdfast.loop.loop import Loop")) != draw(code())
 
 
 def test_a_file_that_grows_does_not_change_the_picture() -> None:
     longer = with_line("lm.memory.block_pool", "LONGER = True")
-    assert draw(longer) == draw(HOLDFAST)
-    assert table(longer) != table(HOLDFAST)
+    assert draw(longer) == draw(code())
+    assert table(longer) != table(code())
 
 
 def test_a_room_that_no_layer_names_is_refused() -> None:
     attic = Module("attic", ast.parse('"""Nothing."""'), 1)
     with pytest.raises(ValueError, match=r"no layer in pyproject.toml for attic"):
-        _ = replace(HOLDFAST, modules=(*HOLDFAST.modules, attic)).rooms
+        _ = replace(code(), modules=(*code().modules, attic)).rooms
 
 
 BUILDING = {"serve", "run", "begin_as_told", "compose", "load", "allocate", "describe"}
@@ -211,7 +225,7 @@ def too_long(tree: ast.Module) -> list[str]:
 
 
 def test_no_function_of_the_engine_is_long() -> None:
-    engine = [module for module in HOLDFAST.modules if module.name.startswith("engine.")]
+    engine = [module for module in code().modules if module.name.startswith("engine.")]
     assert {module.name: found for module in engine if (found := too_long(module.tree))} == {}
 
 
@@ -282,7 +296,7 @@ def may_assign(module: str) -> set[str]:
 
 
 def test_nobody_assigns_an_attribute_of_another_object() -> None:
-    rooms = [module for module in HOLDFAST.modules if module.name.startswith(COMPLETE)]
+    rooms = [module for module in code().modules if module.name.startswith(COMPLETE)]
     found = {module.name: foreign_assignments(module.tree) for module in rooms}
     assert {name: more for name, each in found.items() if (more := each - may_assign(name))} == {}
     used = {each for name, objects in found.items() for each in objects & may_assign(name)}
@@ -315,7 +329,7 @@ def subclasses(tree: ast.Module, names: set[str]) -> set[str]:
 
 def memories() -> set[str]:
     """The classes that hold the state of sequences, or one sequence's part of it."""
-    rooms = [module for module in HOLDFAST.modules if module.name.startswith("lm.memory.")]
+    rooms = [module for module in code().modules if module.name.startswith("lm.memory.")]
     classes = [node.name for module in rooms for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
     return {name for name in classes if name.endswith(("Pool", "Memory", "State", "Cache"))}
 
@@ -331,13 +345,13 @@ def classes_asked_for(tree: ast.Module) -> set[str]:
 
 
 def test_no_class_inherits_from_the_scheduler_its_queues_or_the_builder_of_a_memory_kind() -> None:
-    assert {m.name: found for m in HOLDFAST.modules if (found := subclasses(m.tree, WHOLE))} == {}
+    assert {m.name: found for m in code().modules if (found := subclasses(m.tree, WHOLE))} == {}
 
 
 def test_nothing_asks_which_memory_it_has() -> None:
     known = memories()
     assert {"BlockPool", "RowPool", "HostPool", "SequenceCache", "RowState"} <= known
-    assert {m.name: found for m in HOLDFAST.modules if (found := classes_asked_for(m.tree) & known)} == {}
+    assert {m.name: found for m in code().modules if (found := classes_asked_for(m.tree) & known)} == {}
 
 
 def test_the_searches_for_subclasses_and_tests_of_classes_find_each_form() -> None:
@@ -369,7 +383,7 @@ def comparisons_with_none(tree: ast.Module) -> int:
 
 @pytest.mark.parametrize("room", MOST_COMPARISONS)
 def test_a_room_asks_seldom_whether_something_is_there(room: str) -> None:
-    found = {m.name: comparisons_with_none(m.tree) for m in HOLDFAST.modules if m.name.startswith(room)}
+    found = {m.name: comparisons_with_none(m.tree) for m in code().modules if m.name.startswith(room)}
     assert 0 < sum(found.values()) <= MOST_COMPARISONS[room], {name: count for name, count in found.items() if count}
 
 

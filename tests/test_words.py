@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -278,15 +279,35 @@ VAGUE = re.compile(r"(?<!-)\b(so many|beside|behind|told|tells?)\b(?!-)")
 """Words for which there is a plainer one: the number itself, with or next to, after, report."""
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a module, with their line numbers. Docs of fields are docstrings too."""
-    for node in ast.walk(ast.parse(source)):
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings of a module, with their line numbers. Docs of fields are docstrings too.
+
+    Only statements are walked: most nodes are expressions.
+    """
+    left: list[Any] = [ast.parse(source)]
+    while left:
+        node = left.pop()
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
+        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if isinstance(statements := getattr(node, inner, ()), list):  # those of an expression are no lists
+                left += statements
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """The comments of a module, with their line numbers."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
+
+
+def suspects(source: str) -> Iterator[tuple[int, str]]:
+    """Docstrings, and comments where one may have faults: the slow tokenizer then says what is a comment."""
+    yield from docstrings(source)
+    ends = (line[at:] for line in source.splitlines() for at, letter in enumerate(line) if letter == "#")
+    if any(faults(end.lstrip("# ")) for end in ends):
+        yield from comments(source)
 
 
 def faults(text: str) -> list[str]:
@@ -331,7 +352,42 @@ def test_a_plain_text_is_allowed(text: str) -> None:
 
 def test_docstrings_docs_of_fields_and_comments_are_read() -> None:
     source = 'class A:\n    """A."""\n    b: int = 1  # c\n    """B."""\n'
-    assert sorted(texts(source)) == [(2, "A."), (3, "c"), (4, "B.")]
+    assert sorted([*docstrings(source), *comments(source)]) == [(2, "A."), (3, "c"), (4, "B.")]
+
+
+def test_docstrings_are_read_in_every_kind_of_block() -> None:
+    source = """
+async def f():
+    "1"
+    if a: "2"
+    elif b: "3"
+    else:
+        try: "4"
+        except E: "5"
+        else: "6"
+        finally: "7"
+    for x in y: "8"
+    else: "9"
+    while x: "10"
+    with x: "11"
+    match x:
+        case 1: "12"
+    z = lambda: "no" if x else "no"
+"""
+    assert sorted(int(text) for _, text in docstrings(source)) == [*range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("a = 1  # What it is.\n", ["What it is."]),
+        ("# Plain.\na = '#'  ## x # It is told.\n", ["Plain.", "x # It is told."]),
+        ("a = (\n    '# What it is.',\n)\n", []),
+        ("a = 1  # Plain.\n", []),
+    ],
+)
+def test_comments_are_read_where_one_may_have_faults(source: str, found: list[str]) -> None:
+    assert [text for _, text in suspects(source)] == found
 
 
 @pytest.mark.parametrize("room", CLEAN_ROOMS)
@@ -342,7 +398,7 @@ def test_the_texts_of_a_clean_room_name_their_nouns(room: str) -> None:
     found = [
         f"{file.relative_to(ROOT)}:{line}: {fault}"
         for file in files
-        for line, text in texts(file.read_text())
+        for line, text in suspects(file.read_text())
         for fault in faults(text)
     ]
     assert found == [], "name the noun, or say it with the common word"

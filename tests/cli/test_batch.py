@@ -153,10 +153,10 @@ def test_a_wrong_command_ends_with_2_and_a_reason(
 
 
 def test_a_run_that_is_killed_or_stopped_continues_here_with_the_same_command(checkpoint: Path, tmp_path: Path) -> None:
-    body: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_tokens": 64}
+    body: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_tokens": 16}
     given = [line(f"r{n}", f"Say {n}.", **body) for n in range(30)]
     for last in given[-2:]:  # so long that the run is not over before the test has seen its beginning
-        last["body"]["max_tokens"] = 2000
+        last["body"]["max_tokens"] = 1500
     file = written(tmp_path, *given)
     options = ["--load-format", "random", "--cache-gb", "0.02", "--max-sequences", "2", "--threads", "1"]
     words = ["batch", file, "--model", str(checkpoint), *options]

@@ -3,11 +3,12 @@
 import asyncio
 import json
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from rich.console import Console
 
-from holdfast.cli.bench import BenchConfig, describe_capacity, target_of
+from holdfast.cli.bench import BenchConfig, describe_capacity, target_of, without_key
 from holdfast.cli.command import main
 from holdfast.cli.targets import sender
 from holdfast.lab import workloads
@@ -108,8 +109,9 @@ def test_contracts_are_asked_for_and_what_became_of_them_is_shown_and_written(pr
 def test_contracts_are_measured_where_the_engine_is_not_told_of_them(profile, tmp_path):
     out = tmp_path / "figures.json"
     given = ("--requests", "120", "--rates", "400", "--contract", "ttft=100", "--json", str(out))
-    for untold in (("--contracts", "off"), ("--no-tell-contracts",), ("--scheduler", "orca")):
-        assert bench("--simulate", profile, *given, *untold, "--plots", str(tmp_path / "plots")) == 0
+    plots = ("--plots", str(tmp_path / "plots"))
+    for untold in (("--contracts", "off"), ("--no-tell-contracts",), ("--scheduler", "orca", *plots)):
+        assert bench("--simulate", profile, *given, *untold) == 0
         figures = json.loads(out.read_text())
         assert figures["contracts_refused"] == 0 < figures["contracts_broken_ttft"]
 
@@ -306,10 +308,19 @@ def test_a_capacity_of_arrivals_that_lasted_has_no_warning(requests, lifetime, w
     assert "too few" not in describe_capacity(BenchConfig(capacity=50.0), 0.0, workloads.fixed(1, 8, 8), [found])
 
 
-@pytest.mark.parametrize("key", [("--api-key", "secret"), ("--api-key=secret",), ("--api-key=a\nsecret",)])
-def test_a_report_shows_the_command_without_the_api_key(profile, tmp_path, capsys, key):
+KEYS = (("--api-key", "secret"), ("--api-key=secret",), ("--api-key=a\nsecret",))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_command_is_shown_without_the_api_key(key):
+    shown = without_key(("--rates", "5,10", *key, "--seed", "3"))
+    assert "secret" not in " ".join(shown) and "…" in " ".join(shown)
+    assert (shown[:2], shown[-2:]) == (["--rates", "5,10"], ["--seed", "3"])
+
+
+def test_a_report_shows_the_command_without_the_api_key(profile, tmp_path, capsys):
     page, plots = tmp_path / "report.html", tmp_path / "plots"
-    given = ("--requests", "20", "--rates", "5,10", *key, "--slo-ttft", "30ms")
+    given = ("--requests", "20", "--rates", "5,10", *chain(*KEYS), "--slo-ttft", "30ms")
     assert bench("--simulate", profile, *given, "--report", str(page), "--plots", str(plots)) == 0
     text = page.read_text()
     assert "m on d, float32, simulated" in text and "--rates 5,10" in text

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.robustness import rolling_upgrade
 from benchmarks.robustness.rolling_upgrade import fine, measure
+from tests import served
 
 
 @pytest.mark.timeout(600)
@@ -14,6 +16,7 @@ async def test_no_request_fails_and_no_turn_is_lost_while_engines_and_servers_ar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # The engines make their key there.
+    monkeypatch.setattr(rolling_upgrade, "subprocess", served.processes)
     figures = await measure(clients=2, tokens=16, seconds=0.5)
     assert fine(figures), figures
     assert figures["turns_done"] > 10

@@ -53,7 +53,8 @@ class PromptTokens:
         start = choose.randrange(self.BASE)
         first = tuple(choose.choices(self._vocabulary, k=min(length, 12)))
         whole, rest = divmod(length - len(first), self.BASE)
-        return first + self._base[start : start + self.BASE] * whole + self._base[start : start + rest]
+        repeated = self._base[start : start + self.BASE] * whole if whole else ()  # copying the base takes longest
+        return first + repeated + self._base[start : start + rest]
 
 
 class History:

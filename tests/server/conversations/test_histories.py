@@ -21,7 +21,7 @@ import os
 import random
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
@@ -35,8 +35,10 @@ import torch
 from sqlalchemy import Row, select, update
 
 from holdfast.core.types import SamplingParams
+from holdfast.engine.client import text as client_text
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.spelled import BREAK
+from holdfast.engine.client.template import ChatTemplate
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
@@ -112,6 +114,22 @@ def checkpoint() -> tuple[Path, Reference, Model]:
     byte_level().save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory, reference, load(directory, device="cpu", dtype="float32")
+
+
+class KeptTemplate(ChatTemplate):
+    """A chat template whose process outlives the servers. Each of them would start another one, which takes longest."""
+
+    def close(self) -> None:
+        pass
+
+
+@cache
+def only_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> KeptTemplate:
+    return KeptTemplate(source, dict(special_tokens))
+
+
+def kept_template(source: str, special_tokens: Mapping[str, str]) -> KeptTemplate:
+    return only_template(source, tuple(special_tokens.items()))
 
 
 @dataclass(eq=False)
@@ -316,7 +334,8 @@ class Histories:
         self.clock = lambda: float(next(ticks))
         loop = Loop(self.scheduler, executor, shape["steps_in_flight"], self.clock)
         self.engine = Engine(loop, info)
-        self.client = await start(self.engine, config)
+        with patch.object(client_text, "ChatTemplate", kept_template):
+            self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
         self.at_once = AtOnce()
         with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -55,6 +56,7 @@ SPECIAL = {
 }
 
 
+@cache
 def text_of(tags: tuple[str, ...], special: bool = True) -> Text:
     """Return a byte-level vocabulary with some pieces and with these tags as tokens. Its template knows tools."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -66,15 +68,21 @@ def text_of(tags: tuple[str, ...], special: bool = True) -> Text:
     return Text(tokenizer, f"{{{{ tools }}}} {' '.join(tags)}")
 
 
+@cache
+def compiler_of(text: Text) -> GrammarCompiler:
+    """The compiler of a vocabulary. Each has a process of its own, in which it tests grammars."""
+    return GrammarCompiler(
+        text._tokenizer.to_str, -(-text._tokenizer.get_vocab_size() // 64) * 64, [text.token_id(END)]
+    )
+
+
 class Model:
     """A model that draws each token from those that a grammar allows."""
 
     def __init__(self, text: Text, seed: int) -> None:
         self.text = text
-        self.size = -(-text._tokenizer.get_vocab_size() // 64) * 64
         self.end = text.token_id(END)
-        assert self.end is not None
-        self.compiler = GrammarCompiler(text._tokenizer.to_str, self.size, [self.end])
+        self.compiler = compiler_of(text)
         self.rng = Random(seed)
 
     def answer(self, grammar: Grammar, most: int = 1500) -> list[int] | None:

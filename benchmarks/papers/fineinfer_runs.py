@@ -185,13 +185,15 @@ def overhead(
     rows: list[dict[str, Any]] = []
     stem = out / ("fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}")
     with checkpoint(tiny) as directory:
-        for design in designs:
-            longest = max(prompt + output for prompt, output in lengths)
-            options: dict[str, Any] = dict(
-                max_model_len=longest + 16, max_sequences=4, prefix_sharing=False, host_cache_gb=0, steps_in_flight=1,
-                **({"device": "cpu", "cache_gb": 1.0} if tiny else {"load_format": "random"}), **DESIGNS[design],
-            )  # fmt: skip
-            for layer in layers:
+        # The engine alone runs in this process, and its memory may outlive it: the others, in processes, come first.
+        for layer in sorted(layers, key="engine".__eq__):
+            for design in designs:
+                longest = max(prompt + output for prompt, output in lengths)
+                options: dict[str, Any] = dict(
+                    max_model_len=longest + 16, max_sequences=4, prefix_sharing=False, host_cache_gb=0,
+                    steps_in_flight=1, **({"device": "cpu", "cache_gb": 1.0} if tiny else {"load_format": "random"}),
+                    **DESIGNS[design],
+                )  # fmt: skip
                 run = {"engine": in_engine, "server": in_server, "cli": in_cli}[layer]
                 for row in run(directory, options, lengths, repeats, limit):
                     rows.append({"design": design, "layer": layer, **row})

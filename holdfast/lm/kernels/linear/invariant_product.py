@@ -329,7 +329,7 @@ def partial_products(x: torch.Tensor, weight: Multiplied, *, gpu: Gpu, order: Su
 def add_product(
     stream: torch.Tensor, x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, gpu: Gpu
 ) -> bool:
-    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to the stream [T, N] in place, if one kernel can.
+    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to the stream [T, N] in place, if one tile can.
 
     Returns False, and does nothing, where another kernel computes `partial_products`. The bits are those of adding
     their sum and the bias to the stream in float32, in this order, and rounding once.
@@ -339,12 +339,6 @@ def add_product(
     if not stream.numel() or not stream.is_contiguous() or cuts(x, weight, gpu, order):
         return False
     launch = launch_of(x, weight, order, gpu, apart=False)
-    pieces = _by_library(x, weight, bias, stream, order, gpu, apart=False, added=True)
-    for rows in pieces:
-        assert isinstance(weight, torch.Tensor)
-        multiply(x[rows], weight, stream[rows], order.size, added=True)
-    if pieces:
-        return True
     sums = stream.new_empty(0, dtype=torch.float32)
     if isinstance(launch, SkinnyLaunch) or _by_library(x, weight, None, sums, order, gpu, apart=False):
         return False
@@ -392,7 +386,6 @@ def _by_library(
     gpu: Gpu,
     *,
     apart: bool,
-    added: bool = False,
 ) -> list[slice]:
     """The ranges of rows that the library computes one after the other; empty if it does not compute the product.
 
@@ -401,7 +394,7 @@ def _by_library(
     if bias is not None or not is_plain(weight, x.dtype, gpu) or not takes_library(len(x), weight, order, gpu):
         return []
     assert isinstance(weight, torch.Tensor)
-    return library_pieces(x, weight, out, order.size, apart, gpu.equal_rows, added)
+    return library_pieces(x, weight, out, order.size, apart, gpu.equal_rows)
 
 
 def takes_library(rows: int, weight: Multiplied, order: SumOrder, gpu: Gpu) -> bool:

@@ -211,6 +211,17 @@ def test_as_many_steps_are_in_flight_as_fit_the_shared_memory(
     assert launches.options[-1] == (stages,)
 
 
+def test_low_tiles_take_less_of_a_processor_where_decodes_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    batch = make_batch([(0, 5, 6)], heads=32, kv_heads=8, head_dim=128, dtype=torch.float16, device="cpu")
+    attention = make_attention(batch, 132)
+    few, many = (attention.settings(16, tokens, exact=False) for tokens in (66, 67))
+    assert many == few | module.MANY_LAUNCH and "maxnreg" not in few
+    assert few["num_warps"] == attention.settings(64, 67, exact=False)["num_warps"] == 4
+    assert attention.settings(128, 67, exact=False)["num_warps"] == 8
+    assert {each["BLOCK_N"] for each in (few, many, attention.settings(128, 67, exact=False))} == {64}, "bits"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_decodes_start_before_the_previous_kernel_ends_and_long_segments_do_not(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from holdfast.engine.ranks import ranks
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
 from tests.forked import Forking
 from tests.long import mark_long
+from tests.rewriting import rewrite_a_share
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
@@ -42,12 +43,14 @@ torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Keep Python's garbage collector from looking at all modules and tests again and again, now and later.
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Share the rewriting of asserts, and keep Python's garbage collector from looking at all modules and tests.
 
-    Later it looks more seldom, too: by default, it took up to a fifth of the time of tests of whole servers.
+    It would do so again and again, now and later. Later it looks more seldom: by default, it took up to a fifth of the
+    time of tests of whole servers.
     """
     gc.disable()
+    rewrite_a_share(session.config)
     try:
         return (yield)
     finally:

@@ -2,7 +2,8 @@
 
 `Forking` stands in for the module `subprocess` where an engine, a rank or the `holdfast` command is started. The
 template does what the new process would do: it takes over the descriptors, the environment and the arguments, and
-calls the same `main`. A forked `holdfast serve` forks its first engine in turn, so that this is its own child.
+calls the same `main`. A forked `holdfast serve` forks its first engine in turn, so that this is its own child, as an
+engine forks its ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self, cast
 
-PROGRAMS = ("holdfast.engine.process.serve", "holdfast.engine.ranks.work")
+ENGINE, RANK = PROGRAMS = ("holdfast.engine.process.serve", "holdfast.engine.ranks.work")
 """Modules with a `main` that takes the parent's process id, and then the other arguments."""
 COMMAND = "holdfast.cli"
 """The module that runs as the `holdfast` command."""
@@ -39,6 +41,8 @@ START_SECONDS = 120.0
 """Most seconds until a process is forked. The first one waits for the template's imports."""
 CONSTANTS = "HOLDFAST_TEST_CONSTANTS"
 """Variable with other values for constants of modules, as JSON by their full names, in a forked `holdfast` command."""
+LOADING = "holdfast-load"
+"""The name of the engine's thread that loads modules."""
 HIGH = 512
 """Descriptors from here on are free in a new process."""
 
@@ -306,8 +310,12 @@ def become(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
 
 
 def run_program(program: str, arguments: Sequence[str]) -> NoReturn:
-    """Be an engine or a rank."""
+    """Be an engine, whose ranks are forked, or a rank."""
     module = importlib.import_module(program)
+    if program == ENGINE:
+        from holdfast.engine.ranks import ranks
+
+        ranks.subprocess = ForkingItself()  # type: ignore[assignment]
     module.end_process(module.main(os.getppid(), *arguments))
 
 
@@ -331,51 +339,78 @@ def run_command() -> NoReturn:
 
 
 class ForkingItself:
-    """The module `subprocess` of a forked command. Its `Popen` forks an engine if no other thread runs.
+    """The module `subprocess` of a forked process. Its `Popen` forks an engine if no other thread runs, or a rank.
 
-    A lock that another thread holds would stay locked in the new process.
+    A lock that another thread holds would stay locked in the new process. Threads of an engine that starts ranks wait
+    for messages, except the one that loads modules: it ends first.
     """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
-        if not is_program(command) or len([*Path("/proc/self/task").iterdir()]) > 1:
+        is_rank = is_program(command) and command[3] == RANK
+        if not is_rank and (not is_program(command) or len([*Path("/proc/self/task").iterdir()]) > 1):
             return subprocess.Popen(command, **options)
+        for thread in threading.enumerate():
+            if thread.name == LOADING:
+                thread.join()
         assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
-        session = options.pop("start_new_session")
-        order = order_of(command[3], command[5:], options.pop("env"), Path.cwd(), session=session)
+        session, passed = options.pop("start_new_session", False), options.pop("pass_fds", ())
+        order = order_of(command[3], command[5:], options.pop("env"), Path.cwd(), passed, session=session)
         assert not options
         theirs, ours = os.pipe()
         pid = os.fork()
         if not pid:
             for file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-                if file > 2 and file != theirs:
+                if file > 2 and file != theirs and file not in passed:
                     with contextlib.suppress(OSError):  # that of the directory, which is closed by now
                         os.close(file)
-            become(order, [theirs, os.dup(2), os.dup(2)])
+            become(order, [theirs, os.dup(2), os.dup(2), *passed])
         os.close(theirs)
         return Child(pid, os.fdopen(ours, "wb"))
 
 
 class Child:
-    """An engine that this process has forked, with what `EngineProcess` uses of `subprocess.Popen`."""
+    """A process that this one has forked, with what `EngineProcess` and `Ranks` use of `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
         self._lock = threading.Lock()
 
-    def wait(self) -> int:
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if timeout is None:
+            return self._look(0)
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            time.sleep(0.002)
         return self.returncode
 
     def kill(self) -> None:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # a thread has just waited for its end
                 os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stdin.close()
+        self.wait()
+
+    def _look(self, flags: int) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, flags)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
 
 PATH = [*sys.path]

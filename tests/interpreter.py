@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -78,12 +79,17 @@ def remember_the_language() -> None:
     interpreter._patch_lang = patch_once
     interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = numpy_type
-    remember_shapes()
+    operate_at_once(remember_shapes())
     ask_for_types_directly()
+    check_sizes_quickly()
     forget_overflows()
 
 
-def remember_shapes() -> None:
+Shapes = Callable[[Any, Any], Any]
+"""Gives the type of the block to which two tensors of one element type are broadcast; None if that is not known yet."""
+
+
+def remember_shapes() -> Shapes:
     """Have equal block types share what they hold, tensors share their type's shape, and equal shapes need no check."""
     make, broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
     check, expand = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.expand_dims
@@ -165,12 +171,136 @@ def remember_shapes() -> None:
         expanded = interpreter.TensorHandle(handle.data.reshape(dims), handle.dtype.scalar)
         return core.tensor(expanded, type_of(input.dtype, dims))
 
+    def shape_of_both(one: Any, other: Any) -> Any:
+        if one is other or not other.is_block():
+            return one
+        if not one.is_block() or one.dims == other.dims:
+            return other
+        dims = joint.get((one.dims, other.dims))
+        return dims and type_of(one.scalar, dims)
+
     core.block_type.__init__, core.tensor.__init__ = make_type, make_tensor
     core.block_type.with_element_ty = lambda self, element: type_of(element, self.dims)
     TritonSemantic.broadcast_impl_value = broadcast_once
     TritonSemantic.binary_op_type_checking_impl = check_others
     TritonSemantic.expand_dims = expand_block
     TritonSemantic.computation_type_impl = remembered(TritonSemantic.computation_type_impl)
+    return shape_of_both
+
+
+PLAIN = {
+    "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+    "fp16": np.float16, "fp32": np.float32, "fp64": np.float64,
+}  # fmt: skip
+"""NumPy's types of the elements that NumPy computes with as they are, by their names in the language."""
+LIMITS = {name: np.iinfo(kind) for name, kind in PLAIN.items() if "int" in name}
+SIGNED = ("int8", "int16", "int32", "int64")
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+COMPARISONS = {
+    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater,
+    "greater_equal": np.greater_equal, "equal": np.equal, "not_equal": np.not_equal,
+}  # fmt: skip
+
+
+def operate_at_once(shape_of_both: Shapes) -> None:
+    """Have NumPy broadcast and compute plain elements of one type. All else goes the interpreter's own way."""
+    handle_of, truth, semantic = interpreter.TensorHandle, core.int1, interpreter.interpreter_semantic
+
+    def number_for(kind: Any, number: Any) -> Any:
+        """A number next to a tensor of this type, as an array of that type; None if the result is of another one."""
+        limits = LIMITS.get(kind.name)
+        if limits is None:
+            return np.array([number], PLAIN[kind.name])
+        return np.array([number], limits.dtype) if type(number) is int and limits.min <= number <= limits.max else None
+
+    def of_one_type(left: Any, right: Any, shape: Any) -> Any:
+        """The operands, of which one is cast to the type of the result. `shape` has its dimensions."""
+        kind = semantic.computation_type_impl(left.dtype, False, right.dtype, False, False)
+        one, other = (
+            each.handle.data if each.dtype is kind else each.handle.data.astype(PLAIN[kind.name])
+            for each in (left, right)
+        )
+        return one, other, kind, shape.with_element_ty(kind) if shape.is_block() else kind
+
+    def operands(left: Any, right: Any) -> Any:
+        """The arrays, the element type and the type of the result; None if they are not plain."""
+        if type(left) is core.tensor:
+            kind = left.dtype
+            if kind.name not in PLAIN:
+                return None
+            if type(right) is core.tensor:
+                shape = shape_of_both(left.type, right.type)
+                if right.dtype is kind or shape is None:
+                    return shape and (left.handle.data, right.handle.data, kind, shape)
+                return right.dtype.name in PLAIN and of_one_type(left, right, shape)
+            if type(right) is int or type(right) is float:
+                number = number_for(kind, right)
+                return None if number is None else (left.handle.data, number, kind, left.type)
+        elif (type(left) is int or type(left) is float) and type(right) is core.tensor and right.dtype.name in PLAIN:
+            number = number_for(right.dtype, left)
+            return None if number is None else (number, right.handle.data, right.dtype, right.type)
+        return None
+
+    def arithmetic(name: str, compute: np.ufunc) -> None:
+        other_way = getattr(TritonSemantic, name)
+
+        def operate(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
+            plain = operands(left, right)
+            if not plain:
+                return other_way(self, left, right, *options, **named)
+            one, other, kind, shape = plain
+            return core.tensor(handle_of(compute(one, other), kind), shape)
+
+        setattr(TritonSemantic, name, operate)
+
+    def comparison(name: str, compute: np.ufunc) -> None:
+        other_way = getattr(TritonSemantic, name)
+
+        def compare(self: Any, left: Any, right: Any) -> Any:
+            plain = operands(left, right)
+            if not plain:
+                return other_way(self, left, right)
+            one, other, kind, shape = plain
+            truths = shape.with_element_ty(truth) if shape.is_block() else truth
+            return core.tensor(handle_of(compute(one, other), kind), truths)
+
+        setattr(TritonSemantic, name, compare)
+
+    for name, compute in ARITHMETIC.items():
+        arithmetic(name, compute)
+    add = TritonSemantic.add
+
+    def advance(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
+        """Add a pointer and a signed offset, which NumPy broadcasts, or anything else."""
+        if type(left) is type(right) is core.tensor and left.dtype.is_ptr() and right.dtype.name in SIGNED:
+            shape = shape_of_both(left.type, right.type)
+            if shape is not None:
+                whole = shape.with_element_ty(left.dtype) if shape.is_block() else left.type
+                return core.tensor(self.builder.create_addptr(left.handle, right.handle), whole)
+        return add(self, left, right, *options, **named)
+
+    TritonSemantic.add = advance
+    for name, compute in COMPARISONS.items():
+        comparison(name, compute)
+    convert = TritonSemantic.cast
+
+    def cast(self: Any, tensor: Any, kind: Any, *options: Any, **named: Any) -> Any:
+        return tensor if tensor.dtype is kind else convert(self, tensor, kind, *options, **named)
+
+    TritonSemantic.cast = cast
+
+
+def check_sizes_quickly() -> None:
+    """Have the check that a type holds its elements read sizes alone."""
+    make = interpreter.TensorHandle.__init__
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        if type(dtype) is core.dtype and data.itemsize > 1 and data.itemsize * 8 > dtype.primitive_bitwidth:
+            make(self, data, dtype)  # raises ValueError
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = make_handle
 
 
 def ask_for_types_directly() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.peers.beside_vllm import CURVE
+from benchmarks.peers.beside_vllm import CURVE, throughput_at
 
 ROOT = Path(__file__).parent.parent
 RESULTS = {path.name: path for path in (ROOT / "benchmarks").glob("*/results/*")}
@@ -254,6 +254,38 @@ def test_offline_rows_of_equal_weights_are_those_of_their_sitting(begin: str, wh
     assert numbers(cells[4]) == pytest.approx([energy["holdfast"], energy["vllm"]], rel=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("streams", "gaps"),
+    [(1, ("gap_ms_p50",)), (128, ("gap_ms_p99", "gap_ms_max")), (512, ("gap_ms_p99", "gap_ms_max"))],
+)
+def test_rows_over_http_are_those_of_their_sitting(streams: int, gaps: tuple[str, ...]) -> None:
+    sitting = read("2026-11-30-http-beside-vllm-0.25.1-h200.json")
+    found = {each["figure"]: each for each in sitting["table"] if each["what"] == f"http {streams}"}
+    cells = row("HTTP, one stream" if streams == 1 else f"HTTP, {streams} at a time")
+    for cell, energy, engine in zip(cells[1:3], numbers(cells[4]), ("holdfast", "vllm"), strict=True):
+        speed, told = re.findall(r"^([\d,.]+) \((.*)\)$", cell)[0]
+        assert numbers(speed) == pytest.approx([found["output_tok_s"][engine]], rel=1e-3)
+        assert numbers(told) == pytest.approx([found[gap][engine] for gap in gaps], rel=1e-2)
+        (job,) = [job for job in sitting["jobs"] if job["engine"] == engine]
+        (kept,) = [each for each in job["rows"] if each["what"] == f"http {streams}"]
+        assert energy == pytest.approx(kept["joules_output_token"], rel=5e-3)
+    assert numbers(cells[3])[0] == pytest.approx(found["output_tok_s"]["ratio"], abs=0.006)
+
+
+def test_requests_at_the_p90_of_the_peer_lie_between_two_rates() -> None:
+    slow, fast = read("2026-11-30-multiturn-h200-tiers-28-32.json")["results"]
+    (theirs,) = read("2026-11-30-beside-vllm-0.25.1-h200.json")["curves"]["vllm tiers"]
+    lines = [line for line in BENCHMARKS.split("\n") if "| Holdfast, alone |" in line]
+    for line, found in zip(lines, (slow, fast), strict=True):
+        told = [number for cell in line.strip("|").split("|")[2:] for number in numbers(cell)]
+        assert told == pytest.approx([*(found[name] for name in CURVE), found["prompt_hit"]], rel=5e-3)
+    served = throughput_at([slow, fast], theirs["norm_latency_ms_p90"])
+    assert served is not None and slow["norm_latency_ms_p90"] < theirs["norm_latency_ms_p90"]
+    (told_served, told_ratio) = re.findall(r"it serves ([\d.]+) requests/s, \*\*([\d.]+) times\*\*", BENCHMARKS)[0]
+    assert float(told_served) == pytest.approx(served, abs=0.06)
+    assert float(told_ratio) == pytest.approx(served / theirs["req_s"], abs=0.006)
+
+
 def test_conversations_of_equal_weights_are_those_of_their_sitting() -> None:
     curves = read("2026-11-30-beside-vllm-0.25.1-h200.json")["curves"]
     lines = [line for line in BENCHMARKS.split("\n") if line.startswith("| 24 | ")]
@@ -357,6 +389,26 @@ def test_causes_of_the_differences_to_baton_are_as_they_ran() -> None:
     cells = row("queries drawn with seeds 1 and 2")
     assert first[1] == second[1]
     assert cells[1:] == [f"{first[0]} and {second[0]}, {first[1]}%", f"{first[2]} and {second[2]}%"]
+
+
+def test_fineinfers_full_load_is_that_of_the_simulation_with_the_data_sets_own_lengths() -> None:
+    section = dict(sections((ROOT / "docs" / "benchmarks" / "papers.md").read_text()))["FineInfer by simulation"]
+    lines = next(tables(section)).rows[:-1]
+    names = ("known", "reserve", "slow host", "longest", "slow and longest", "alone")
+    ran = {
+        (each["dataset"], each["assumed"], each["design"]): each
+        for each in read("fineinfer-why-data-simulated.json")["rows"]
+    }
+    for name, cells in zip(names, lines, strict=True):
+        for dataset, cell in zip(("ShareGPT", "Alpaca"), cells[1:], strict=True):
+            rates = [ran[dataset, name, design]["requests_per_second"] for design in ("simple", "nopad")]
+            assert numbers(cell) == pytest.approx(rates, abs=0.0051), (dataset, name)
+    ratios = [
+        ran[name, "reserve", "nopad"]["batch"] / ran[name, "reserve", "simple"]["batch"]
+        for name in ("ShareGPT", "Alpaca")
+    ]
+    paper_page = (ROOT / "docs" / "papers.md").read_text()
+    assert numbers(row("9, requests at once at full load", paper_page)[2]) == pytest.approx(ratios, abs=0.051)
 
 
 @pytest.mark.parametrize("name", ["2026-11-23-cpu-peers.json", "2026-11-23-cpu-peers-long-answers.json"])

@@ -58,3 +58,44 @@ def run(case: str) -> torch.Tensor:
     kernel: Any = combine
     kernel[(1,)](out, case)
     return out
+
+
+@triton.jit
+def calculate(left, right, out, truths):
+    rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, 8)[None, :]
+    one, other = tl.load(left + rows), tl.load(right + columns.to(tl.int64))
+    at = rows * 8 + columns
+    tl.store(out + at, one + other)
+    tl.store(out + at + 32, one * other)
+    tl.store(out + at + 64, one - other)
+    tl.store(out + at + 96, 3 - one * 2 + 0 * other)
+    tl.store(truths + at, one < other)
+    tl.store(truths + at + 32, 1 >= other + 0 * one)  # noqa: SIM300  # the number comes first
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.int32, torch.int32),
+        (torch.int8, torch.int64),
+        (torch.int32, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.uint8, torch.uint8),
+    ],
+    ids=str,
+)
+def test_numbers_of_two_types_give_what_pytorch_gives(left: torch.dtype, right: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    one, other = (torch.randint(0, 11, (count,), generator=draw).to(kind) for count, kind in ((4, left), (8, right)))
+    if left.is_floating_point:
+        one -= 5.37
+    a, b = one[:, None], other[None, :]
+    wanted = torch.stack([a + b, a * b, a - b, 3 - a * 2 + 0 * b])
+    out = torch.zeros(wanted.shape, dtype=torch.promote_types(left, right))
+    truths = torch.zeros(2, 4, 8, dtype=torch.int32)
+    kernel: Any = calculate
+    kernel[(1,)](one, other, out, truths)
+    assert torch.equal(out, wanted)
+    assert torch.equal(truths.bool(), torch.stack([a < b, other[None, :] + 0 * a <= 1]))

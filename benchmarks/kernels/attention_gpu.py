@@ -115,7 +115,7 @@ WORKS = [
     *(
         Work(part="decode", name=f"{batch} x {context:,}", groups=((batch, 1, context),))
         for batch, context in (
-            (1, 640), (1, 8192), (8, 2048), (32, 300), (32, 600), (32, 2048), (128, 600), (128, 2048),
+            (1, 640), (1, 8192), (8, 2048), (32, 300), (32, 600), (32, 2048), (128, 300), (128, 600), (128, 2048),
         )
     ),
     Work(part="mixed", name="32 x 2,048 and 1,024 that end at 8,192", groups=((32, 1, 2048), (1, 1024, 8192))),
@@ -175,20 +175,16 @@ NARROW_VARIANTS = [
     for n, warps, stages in ((32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 4), (128, 4, 2))
 ]
 FIXED_WIDE = [
-    {"specialised": 1},
-    {"of": 128, "STAGES": 2},
+    {"specialised": 0},
     {"part_keys": 512},
     {"part_keys": 2048},
 ]
 FIXED_NARROW = [
     {"narrow_m": 64},
-    {"of": 16, "maxnreg": 0},
-    {"of": 16, "maxnreg": 0, "STAGES": 4},
-    {"of": 16, "maxnreg": 0, "num_warps": 8},
+    {"of": 16, "maxnreg": 0, "STAGES": 3},
     {"of": 16, "maxnreg": 128, "STAGES": 2},
-    {"of": 16, "maxnreg": 0, "BLOCK_N": 32, "STAGES": 4},
+    {"of": 16, "maxnreg": 96, "STAGES": 2},
     {"part_keys": 512},
-    {"part_keys": 256},
 ]
 
 
@@ -243,7 +239,7 @@ class FixedVariant(InvariantAttention):
 
     def __init__(self, work: Work, **changes: int) -> None:
         self.of, self.changes = changes.pop("of", 0), {}
-        specialised = bool(changes.pop("specialised", 0))
+        specialised = changes.pop("specialised", 1)
         heights = {name: changes.pop(name) for name in ("narrow_m", "wide_m") if name in changes}
         super().__init__(
             device=torch.device("cuda"),
@@ -257,10 +253,10 @@ class FixedVariant(InvariantAttention):
         )
         for name, rows in heights.items():
             setattr(self.tiles, name, rows)
-        self.specialised, self.changes = specialised, changes
+        self.specialised, self.changes = self.specialised and bool(specialised), changes
 
-    def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
-        own = super().settings(block_m, exact=exact)
+    def settings(self, block_m: int, tokens: int, *, exact: bool) -> dict[str, int]:
+        own = super().settings(block_m, tokens, exact=exact)
         own |= self.changes if block_m == self.of else {}
         return {name: value for name, value in own.items() if value}
 

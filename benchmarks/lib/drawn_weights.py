@@ -20,7 +20,7 @@ def redraw(model: Any) -> None:
 
 
 class DrawsWeights:
-    """The method that vLLM's worker gets by `--worker-extension-cls`, for a call of `/collective_rpc`."""
+    """Method that vLLM's worker gets by `--worker-extension-cls`, for a call of `/collective_rpc`."""
 
     def draw_weights_again(self) -> dict[str, float]:
         """Draw the weights. Returns the least and the most standard deviation of a matrix."""

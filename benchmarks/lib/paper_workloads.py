@@ -1,15 +1,19 @@
-"""Workloads that only benchmarks draw: Baton's, Sarathi-Serve's as its authors drew them, and long conversations."""
+"""Workloads that only benchmarks use: Baton's, lengths that authors of papers publish, and long conversations."""
 
 from __future__ import annotations
 
 import csv
+import json
+import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tokenizers import ByteLevelBPETokenizer
 
 from holdfast.lab.workloads import SHAREGPT, Conversation, Lengths, Turn, Workload, multi_turn
 
@@ -66,14 +70,74 @@ LONGEST_GAP = 3.0
 def sarathi_lengths(path: Path, limit: int) -> list[Conversation]:
     """The requests of a file of Sarathi-Serve's authors, in its order, all at once; none above `limit` tokens.
 
-    Raises ValueError for a file without the columns num_prefill_tokens and num_decode_tokens.
+    Raises ValueError for a file without whole numbers in columns num_prefill_tokens and num_decode_tokens.
     """
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
         if missing := {"num_prefill_tokens", "num_decode_tokens"} - set(rows.fieldnames or ()):
             raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
-        turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+        try:
+            turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {rows.line_num}: {error}") from None
     return [Conversation(0.0, (turn,)) for turn in turns if turn.prompt + turn.output <= limit]
+
+
+def write_lengths(path: Path, turns: Iterable[Turn]) -> None:
+    """Write a file that `sarathi_lengths` reads, with a row for each turn."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(("num_prefill_tokens", "num_decode_tokens"))
+        rows.writerows((turn.prompt, turn.output) for turn in turns)
+
+
+class _PlainValues(pickle.Unpickler):
+    """Reads plain values. A pickle that names a class or a function could run any code, and is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def vllm_lengths(path: Path) -> list[Turn]:
+    """The lengths in a file of vLLM's authors, in its order: a pickled list of pairs, tokens in and out.
+
+    Raises ValueError for a file with anything else.
+    """
+    with path.open("rb") as file:
+        try:
+            pairs = _PlainValues(file).load()
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise ValueError(f"{path} is not a pickle of lengths: {error}") from None
+    if not isinstance(pairs, list) or not pairs:
+        raise ValueError(f"{path} is not a list of pairs")
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(each) is int and each > 0 for each in pair)):
+            raise ValueError(f"{path} has {pair!r}; each item must be two whole numbers above 0")
+    return [Turn(*pair) for pair in pairs]
+
+
+def alpaca_lengths(paths: Sequence[Path], tokenizer: Path) -> list[Turn]:
+    """The lengths of the instructions in files of Stanford Alpaca's format, each instruction once.
+
+    A prompt is the instruction and, in the next line, its input. `tokenizer` is a folder with GPT-2's vocab.json and
+    merges.txt, which are OPT's too. As OPT's tokenizer does, each text gets a token in front. Raises OSError without a
+    file, and ValueError for one of another format.
+    """
+    vocabulary = [tokenizer / name for name in ("vocab.json", "merges.txt")]
+    if missing := [path for path in vocabulary if not path.is_file()]:
+        raise FileNotFoundError(f"there is no {missing[0]}")
+    encode = ByteLevelBPETokenizer(*map(str, vocabulary)).encode
+    texts: dict[tuple[str, str], None] = {}
+    for path in paths:
+        try:
+            for row in json.loads(path.read_text()):
+                prompt, answer = "\n".join(filter(None, (row["instruction"], row["input"]))), row["output"]
+                texts[prompt, answer] = None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a list of instruction, input and output: {type(error).__name__}, {error}"
+            ) from None
+    return [Turn(*(1 + len(encode(text).ids) for text in pair)) for pair in texts]
 
 
 def in_authors_order(requests: Sequence[Conversation], count: int) -> list[Conversation]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from holdfast.engine.process.build import build
 from holdfast.lab import workloads
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.simulator.shapes import MODELS
-from holdfast.lab.workloads import PromptTokens
+from holdfast.lab.workloads import PromptTokens, Turn
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
@@ -59,21 +59,26 @@ def load(
     tiny: bool,
     seconds: float,
     limit: float,
+    measured: Mapping[str, Sequence[Turn]],
 ) -> None:
-    """Run these rates of each data set on this device, by each design in what 24 GB leave for its cache."""
+    """Run these rates of each data set on this device, by each design in what 24 GB leave for its cache.
+
+    `measured` has the data sets' own lengths; the others are drawn.
+    """
     about = provenance()
     rows: list[dict[str, Any]] = []
     lines = [
         "| design | lengths | rate | normalized latency, ms a token | batch | requests/s | ended |",
         "|---|---|---|---|---|---|---|",
     ]
-    name = "fineinfer-load-tiny" if tiny else f"fineinfer-load-{about['device'].replace(' ', '-')}"
+    name = f"fineinfer-load-{'data-' * bool(measured)}{'tiny' if tiny else about['device'].replace(' ', '-')}"
     for design in designs:
         with within_24_gb(design, tiny=tiny, limit=limit) as (loop, vocab_size):
             for rate in rates:
                 for dataset in datasets:
                     count = max(4, int(rate * seconds))
-                    work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
+                    work = requests(dataset, count, measured.get(dataset, ()))
+                    work = workloads.gamma_arrivals(work, rate, seed=0)
                     served = serve(loop, work, vocab_size, limit=limit)
                     told = f"{design}, {dataset} at {rate:g}/s"
                     if not served.records:

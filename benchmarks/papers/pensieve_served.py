@@ -59,6 +59,8 @@ BEGINS_IN, ARRIVES_IN = 0.5, 0.2
 """Seconds from the last client's word to a run's start, and from a phase's end until its answers are here."""
 STOP_SECONDS = 5.0
 """Seconds in which clients, and a server without requests, end."""
+OPEN_SECONDS = 30.0
+"""Seconds that a simulation goes on, so that no request which is open at the end of the last phase seems ended."""
 SHORTER = 8.0
 """Divisor of the lengths of turns with `--small`."""
 SMALL: dict[str, Any] = dict(
@@ -280,9 +282,8 @@ def simulated(args: argparse.Namespace, mode: str) -> Iterator[dict[str, Any]]:
         )
         for talk in talks_of(args, args.phase)
     ]
-    outcome = simulate(
-        config, profile, workloads.fit_context(talks, longest, "cut"), until=args.phase * (1 + len(args.rates))
-    )
+    until = args.phase * (1 + len(args.rates)) + OPEN_SECONDS
+    outcome = simulate(config, profile, workloads.fit_context(talks, longest, "cut"), until=until)
     answered = [
         Answered(record.arrival, record.token_times[-1], record.generated, record.prompt_tokens, record.cached_tokens)
         for record in outcome.records

@@ -60,7 +60,7 @@ OFFLINE = {
 REDRAW = f"from typing import Any\nSTD = {STD}\n{inspect.getsource(redraw)}\n"
 """Function that the peer's driver applies to its model."""
 FIGURES = ("PEER {", "HOLDFAST {")
-"""What a line of figures begins with."""
+"""First characters of a line of figures."""
 NO_PREFIX_CACHE = ("--extra", json.dumps(dict(enable_prefix_caching=False)))
 """Words for the peer's driver. All its rows draw from one seed, so a prefix cache would find prompts of earlier rows.
 Holdfast has none in these parts either.
@@ -386,7 +386,7 @@ def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Write the merged JSON, the table and the plot."""
     asked = {ours: theirs for ours, theirs in OFFLINE.items() if ours in arguments.rows}
     table = offline_table(done, "offline", asked) + offline_table(done, "qwen", QWEN)
-    table += stall_table(done) + http_table(done)
+    table += [row for row in stall_table(done) if any(row["runs"].values())] + http_table(done)
     found = curves(done)
     equal = equal_latency(found)
     merged = dict(table=table, curves=found, at_equal_latency=equal, jobs=done)

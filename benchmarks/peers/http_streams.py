@@ -2,9 +2,9 @@
 
 usage: python -m benchmarks.peers.http_streams holdfast|vllm [--site DIR] [--streams 1 128 512] [--requests 10 512 1024]
 
-`beside_vllm --parts http` runs this once for each engine. The server of either engine stands at its defaults, but for
-512 sequences at a time; both have the same shape, and weights drawn alike. The same processes of clients send the same
-requests: prompts of token ids, streamed, greedy, end-of-sequence ignored. For each number of `--streams` that many
+`beside_vllm --parts http` runs this once for each engine. Both servers stand at their defaults, but for 512 sequences
+at a time; they have one shape, and weights drawn alike. Equal processes of clients send equal requests: prompts of
+token ids, each new to the server, streamed, greedy, end-of-sequence ignored. For each number of `--streams` that many
 requests are kept open until all of `--requests` have ended. A line is printed as soon as it is there.
 """
 
@@ -31,7 +31,7 @@ from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import fixed
 
 WORD = {"holdfast": "HOLDFAST", "vllm": "PEER"}
-"""What a line of figures begins with."""
+"""First word of a line of figures."""
 SEQUENCES = 512
 SMALL = ModelShape(
     name="small", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=4096,

@@ -283,6 +283,9 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         details = f"{profile.precision}, {origin}: {cache:,} tokens of KV cache"
         console.print(f"{model} on {profile.cost.device}, {details}", soft_wrap=True)
     else:
+        if source in MODELS and not Path(source).exists():
+            devices = ", ".join(sorted(DEVICES))
+            raise ValueError(f"simulate is {source}, which needs a device: {source}@DEVICE, DEVICE one of {devices}")
         profile = CostProfile.load(Path(source))
         profile.require(engine)
         pipeline, engine = Pipeline.measured(profile), replace(engine, tp=profile.tp, pp=profile.pp)

@@ -333,6 +333,8 @@ class SequenceOutput(NamedTuple):
     token."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     """`cached_tokens` by tier: tokens from the host, from the disk and from the remote tier."""
+    prompt_ranks: tuple[int, ...] = ()
+    """Rank of each token of `prompt_logprobs` among all tokens at its place: 1 for the most probable one."""
 
 
 NO_OUTPUT = SequenceOutput("", (), None, 0, 0.0)

@@ -400,6 +400,8 @@ class Outputs(Message, tag="outputs"):
     prompt_logprobs: list[tuple[TokenLogprobs, ...]]
     vector: list[bytes]
     cached_by_tier: list[tuple[int, int, int]]
+    prompt_ranks: list[tuple[int, ...]] = msgspec.field(default_factory=list)
+    """Empty if the engine has an older version."""
     sent_at: float = 0.0
     """When the engine sent them, in seconds on its monotonic clock; 0: unknown."""
 
@@ -408,6 +410,7 @@ class Outputs(Message, tag="outputs"):
         """The columns by name."""
         columns = msgspec.structs.asdict(self)
         del columns["sent_at"]
+        columns["prompt_ranks"] = self.prompt_ranks or [()] * len(self.request_id)
         return columns
 
     @property

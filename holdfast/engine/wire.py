@@ -3,6 +3,7 @@
 Peers one version apart work together, so servers and engines can be upgraded one after another. These rules keep that:
 
 - A message is an array. A new field goes to its end, with a default. No field is removed, moved or given another type.
+- A named tuple within a message never changes: it is an array, too, but a peer takes no more fields than it knows.
 - A configuration, a description and a request are maps. A new field has a default.
 - A new kind of message is sent only to a peer whose version knows it: the number in `SINCE`.
 - `WIRE` grows by one, at most once in a release, with the first such change.

@@ -367,7 +367,10 @@ class BrowserCheck:
         if (scope["method"], scope["path"]) == ("POST", FORWARD) and kind == PROTOBUF.encode():
             return None
         if scope["method"] == "POST" and has_body and kind != b"application/json":
-            reason = "the body must be JSON, with the header content-type: application/json"
+            if scope["path"] == UPLOAD:
+                reason = "the body must be a form with the file, with the header content-type: multipart/form-data"
+            else:
+                reason = "the body must be JSON, with the header content-type: application/json"
             return ApiError(reason, status=415, code="unsupported_media_type")
         return None
 

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
+from msgspec.structs import replace
 
 from holdfast.core.types import SamplingParams
-from holdfast.server.protocol import CompletionRequest, RequestBody, invalid
+from holdfast.server.formats.registry import Reading
+from holdfast.server.protocol import (
+    MAX_MESSAGES,
+    CompletionRequest,
+    RequestBody,
+    TemplateOptions,
+    invalid,
+    prompt_end,
+    read_messages,
+)  # fmt: skip
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.service import Service
 
@@ -43,6 +53,8 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
     dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     """Number of leading values of each vector to keep, for models that were trained for this."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Side on which `truncate_prompt_tokens` drops tokens; None: on the left, so the last tokens stay."""
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
 
     def inputs(self) -> list[str | list[int]]:
@@ -56,14 +68,38 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
             prompt=inputs,
             max_tokens=1,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
             priority=self.priority,
         )
 
 
+class VectorRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/embeddings as vLLM takes it: inputs whose vectors are returned, or the messages of one chat."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("little", "native"),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
+
+    input: str | list[Any] = field(default_factory=list)
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    """Whether to add special tokens to a chat, whose template has its own. It has no effect on an input."""
+    add_generation_prompt: bool = False
+    """Whether the prompt of a chat ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Whether the prompt of a chat ends within its last message."""
+    chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+    normalize: bool | None = None
+    """Whether vectors are scaled to length 1; None: as the model says."""
+
+
 async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """Return the vectors of all inputs, in their order, as `/v1/embeddings` does. Raises ApiError."""
-    vectors = await compute(service, wanted, tenant, usage)
-    normalize = service.client.pooling.normalize
+    """Return the vectors of all inputs or of a chat, in their order, as `/v1/embeddings` does. Raises ApiError."""
+    vectors, normalize = await vectors_of(service, wanted, tenant, usage)
     return {
         "object": "list",
         "data": [
@@ -73,6 +109,45 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
         "model": wanted.model,
         "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
     }
+
+
+async def vectors_of(
+    service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage
+) -> tuple[list[npt.NDArray[np.float32]], bool]:
+    """Return the vectors of inputs or of a chat, and whether they are to be scaled to length 1. Raises ApiError."""
+    normalize = service.client.pooling.normalize
+    if isinstance(wanted, VectorRequest):
+        normalize = normalize if wanted.normalize is None else wanted.normalize
+        wanted = await _with_tokens(service, wanted, tenant)
+    return await compute(service, wanted, tenant, usage), normalize
+
+
+async def _with_tokens(service: Service, wanted: VectorRequest, tenant: str) -> VectorRequest:
+    """Return the request with a chat as the tokens of its prompt. Raises ApiError."""
+    if wanted.messages is None:
+        if wanted.input == []:
+            reason = "input must be text or token ids, and not empty; a chat is given as messages"
+            raise invalid(reason, "input", "missing_required_parameter")
+        return wanted
+    if wanted.input != []:
+        raise invalid("give input or messages, one of them", "input", "mutually_exclusive_parameters")
+    said = read_messages(wanted.messages)
+    continues = wanted.continue_final_message
+    end = prompt_end(wanted.messages, begins=wanted.add_generation_prompt, continues=continues)
+    reading = Reading(service.format, None, wanted.chat_template_kwargs, end)
+    text = service.client.text
+
+    def work() -> list[int]:
+        rendered = reading.render(text, said)
+        return list(text.encode(rendered, add_special_tokens=wanted.add_special_tokens is True))
+
+    size = sum(len(message["content"]) for message in said)
+    try:
+        with service.lane.admission.admit(1, tenant):
+            tokens = await service.off_loop(size, work, renders=True)
+    except ValueError as error:  # The chat template refuses these messages, or the text is not Unicode.
+        raise invalid(str(error), "messages") from None
+    return replace(wanted, input=tokens, messages=None)
 
 
 async def compute(

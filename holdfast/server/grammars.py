@@ -12,11 +12,13 @@ from holdfast.core.types import MAX_GRAMMAR_LENGTH, Grammar
 from holdfast.lm.grammar.dialects import (
     COMPACT,
     choice_grammar,
+    closed,
     context_free_grammar,
     schema_grammar,
     spaced,
     tags_grammar,
 )
+from holdfast.lm.grammar.structural_tags import structural_grammar
 
 MAX_CHOICES = 4096
 MAX_STRUCTURES = 256
@@ -41,6 +43,8 @@ class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     """Regular expression for the whitespace between JSON tokens."""
     disable_any_whitespace: bool = False
     """Whether to allow no whitespace between JSON tokens. By default one space follows each comma and colon."""
+    disable_additional_properties: bool = False
+    """Whether an object whose schema lists properties may have no others, unless the schema says which."""
     disable_fallback: bool = False
     """Accepted without effect, because there is only one backend."""
 
@@ -70,6 +74,9 @@ def of_format(wanted: Mapping[str, Any], param: str) -> Grammar | None:
             f"{param}.type",
         )
     inner, path = wanted, param
+    if not wanted.keys() & {"schema", "json_schema"}:
+        missing = f"{param}.{'schema' if param == 'text.format' else 'json_schema'}"
+        raise GrammarFault(f"{missing} is missing", missing)
     if "json_schema" in wanted:  # Chat completions nest the schema one level deeper than Responses.
         taken(wanted, ("type", "json_schema"), param)
         inner, path = wanted["json_schema"], f"{param}.json_schema"
@@ -99,7 +106,7 @@ def of_structured_outputs(wanted: StructuredOutputs, param: str) -> Grammar:
     if wanted.whitespace_pattern is not None:
         layout = spaced(wanted.whitespace_pattern)
     if wanted.json is not None:
-        return of_schema(wanted.json, path, layout)
+        return of_schema(wanted.json, path, layout, closes=wanted.disable_additional_properties)
     if wanted.regex is not None:
         return Grammar("regex", wanted.regex)
     if wanted.choice is not None:
@@ -111,10 +118,15 @@ def of_structured_outputs(wanted: StructuredOutputs, param: str) -> Grammar:
     return schema_grammar(ANY_OBJECT, layout=layout)
 
 
-def of_schema(schema: GivenSchema, param: str, layout: Mapping[str, Any] | None = None) -> Grammar:
-    """Return the grammar of JSON that follows a schema, given as an object or as text. Raises GrammarFault."""
+def of_schema(
+    schema: GivenSchema, param: str, layout: Mapping[str, Any] | None = None, *, closes: bool = False
+) -> Grammar:
+    """Return the grammar of JSON that follows a schema, given as an object or as text. Raises GrammarFault.
+
+    With `closes`, objects have only the properties that their schemas list.
+    """
     known = schema if isinstance(schema, bool) else as_object(schema, param)
-    return made(lambda: schema_grammar(known, layout=layout), param)
+    return made(lambda: schema_grammar(closed(known) if closes else known, layout=layout), param)
 
 
 def of_choices(texts: list[str], param: str) -> Grammar:
@@ -128,10 +140,13 @@ def of_grammar(text: str, param: str) -> Grammar:
 
 
 def of_tags(wanted: Mapping[str, Any], param: str) -> Grammar:
-    """Return the grammar of a structural tag: `triggers`, and `structures` with begin, schema and end.
+    """Return the grammar of a structural tag: a `format`, or `triggers`, and `structures` with begin, schema and end.
 
     Raises GrammarFault.
     """
+    if wanted.get("format") is not None:
+        taken(wanted, ("type", "format"), param)
+        return made(lambda: structural_grammar(wanted["format"], f"{param}.format"), f"{param}.format")
     taken(wanted, ("type", "structures", "triggers"), param)
     structures, triggers = wanted.get("structures"), wanted.get("triggers")
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_STRUCTURES:

@@ -39,21 +39,22 @@ def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs],
 
 
 def prompt_records(
-    text: Text, prompt: Sequence[int], of_prompt: Sequence[TokenLogprobs], most: int
+    text: Text, prompt: Sequence[int], of_prompt: Sequence[TokenLogprobs], ranks: Sequence[int], most: int
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: for each prompt token, its record and its alternatives' records, by id.
 
-    The first token has None. The rank of a token that is not among the most probable ones is None.
+    The first token has None. `ranks` has the rank of each of the others; 0 if it is not known, which an engine of an
+    older version does not give.
     """
     records: list[dict[str, Any] | None] = [None]
-    for token, given in zip(prompt[1:], of_prompt, strict=True):
+    for token, given, rank in zip(prompt[1:], of_prompt, ranks, strict=True):
         likely = list(zip(given.top_ids[:most], given.top_logprobs, strict=False))
-        ranks = {each: rank for rank, (each, _) in enumerate(likely, 1)}
+        places = {token: rank or None} | {each: place for place, (each, _) in enumerate(likely, 1)}
         records.append(
             {
                 str(each): {
                     "logprob": max(value, LEAST),
-                    "rank": ranks.get(each),
+                    "rank": places[each],
                     "decoded_token": spelled(text.token_bytes(each)),
                 }
                 for each, value in dict([(token, given.logprob), *likely]).items()

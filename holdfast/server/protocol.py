@@ -393,8 +393,13 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         return False
 
     def kept_tokens(self, context: int) -> int | None:
-        """Number of trailing prompt tokens to keep; None to keep all. Raises ApiError."""
+        """Number of prompt tokens to keep; None to keep all. Raises ApiError."""
         return None
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether `kept_tokens` are the first ones, not the last."""
+        return False
 
     def with_defaults(self, defaults: dict[str, float]) -> Self:
         """Return a copy whose missing fields are set from `defaults`, or from OpenAI's defaults."""
@@ -463,29 +468,42 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "detokenize": (True,),
         "documents": ([],),
         "early_stopping": (False,),
+        "ec_transfer_params": (),
         "kv_transfer_params": (),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
+        "logprob_token_ids": (),
         "lora_path": (),
+        "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "no_stop_trim": (False,),
+        "prompt_embeds": (),
+        "repetition_detection": (),
         "return_hidden_states": (False,),
+        "return_prompt_text": (False,),
+        "return_token_offsets": (False,),
+        "routed_experts_prompt_start": (0,),
         "separate_reasoning": (True,),
         "session_params": (),
         "spaces_between_special_tokens": (True,),
+        "stream_interval": (1,),
         "stream_reasoning": (True,),
+        "thinking_token_budget": (),
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
     # No chat template uses a verbosity, and completions of texts are never stored.
-    harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
+    harmless = (*SampledRequest.harmless, "metadata", "session_id", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of alternatives to return for each prompt token, as in vLLM; None for no log probabilities."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    """Number of trailing prompt tokens to keep, as in vLLM. -1 keeps as many as fit next to the answer."""
+    """Number of prompt tokens to keep, as in vLLM. -1 keeps as many as fit next to the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Side on which `truncate_prompt_tokens` drops tokens; None: on the left, so the last tokens stay."""
     response_format: dict[str, Any] | None = None
     request_id: RequestId | None = None
     """End of the answer's id. A header `X-Request-Id` goes before it; without both, it is random."""
@@ -504,6 +522,10 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
             reason = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what fits"
             raise invalid(reason, "truncate_prompt_tokens")
         return max(1, context - (self.most_tokens or 1)) if kept == -1 else kept
+
+    @property
+    def keeps_start(self) -> bool:
+        return self.truncation_side == "right"
 
     @property
     def most_prompt_logprobs(self) -> int | None:
@@ -654,8 +676,12 @@ def parse(body: bytes, shape: type[Body], more: Mapping[str, Any] | None = None)
     `more` are values of fields that the client gave elsewhere. They count where the shape has the field and the body
     leaves it out.
     """
-    wanted = {name: value for name, value in (more or {}).items() if name in shape.__struct_fields__}
-    return typed(wanted | read_object(body), shape)
+    return typed(with_more(read_object(body), shape, more), shape)
+
+
+def with_more(fields: dict[str, Any], shape: type[RequestBody], more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a body's fields after those of `more` that the shape has."""
+    return {name: value for name, value in (more or {}).items() if name in shape.__struct_fields__} | fields
 
 
 def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:

@@ -123,6 +123,8 @@ class Written:
     prompt: Sequence[int] = ()
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens except the first, if requested."""
+    prompt_ranks: list[int] = field(default_factory=list)
+    """Rank of each token of `prompt_logprobs`; 0 if the engine gives none."""
 
     @property
     def likelihood(self) -> float:
@@ -137,6 +139,7 @@ class Written:
         self.reason = delta.finish_reason or self.reason
         self.end = end_of(delta)
         self.prompt_logprobs += delta.prompt_logprobs
+        self.prompt_ranks += delta.prompt_ranks
         if delta.logprobs:
             self.tokens += tokens_with_logprobs(delta)
 
@@ -254,7 +257,10 @@ class Shape:
             self.add_token_ids(reply, written)
         most = self.prompt_logprobs
         if most is not None:
-            records = [prompt_records(self.text, each.prompt, each.prompt_logprobs, most) for each in written]
+            records = [
+                prompt_records(self.text, each.prompt, each.prompt_logprobs, each.prompt_ranks, most)
+                for each in written
+            ]
             self.add_prompt_logprobs(reply, records)
         return reply
 

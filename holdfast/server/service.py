@@ -449,7 +449,7 @@ class Answer:
             except QueueFull:
                 raise queue_full(self.lane.admission.limit) from None
             except EngineDead as error:
-                raise engine_dead(error) from None
+                raise engine_dead(error, draining=self.lane.admission.draining) from None
             except RequestRefused as error:
                 raise refused(error, self.wanted, self.service.client) from None
             except ContractRefused as error:
@@ -505,10 +505,11 @@ class Answer:
         except ValueError as error:  # The chat template refuses these messages.
             raise invalid(str(error), self.wanted.prompt_param) from None
         if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
+            part = slice(kept) if self.wanted.keeps_start else slice(-kept, None)
             if self.given:
                 pairs = zip(self.given, prompts, strict=True)
-                self.given = [prompt[-kept:] if len(prompt) > kept else given for given, prompt in pairs]
-            prompts = [prompt[-kept:] for prompt in prompts]
+                self.given = [prompt[part] if len(prompt) > kept else given for given, prompt in pairs]
+            prompts = [prompt[part] for prompt in prompts]
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
             self.usage.prompt_tokens += len(prompt)
@@ -772,17 +773,19 @@ async def trouble(admissions: Sequence[Admission], clients: Sequence[AnyEngine],
     return None
 
 
-def engine_dead(error: EngineDead | None = None) -> ApiError:
+def engine_dead(error: EngineDead | None = None, *, draining: bool = False) -> ApiError:
     """Return the error for an engine that has ended. The reason is only in the server's log.
 
-    The client may retry if another replica could serve the request.
+    The client may retry if another replica could serve the request. `draining`: the server leaves, and has ended its
+    engine itself.
     """
     match error:
         case ReplicaLost():
             return ApiError(str(error), status=503, code=REPLICA_LOST)
         case NoReplica():
             return ApiError(str(error), status=503, code="no_replica", retry_after=5)
-    return ApiError("the engine has stopped; the server is going down", status=503, code="engine_dead")
+    what = "this request was not answered in time" if draining else "the engine has stopped"
+    return ApiError(f"{what}; the server is going down", status=503, code="engine_dead")
 
 
 def internal(error: Exception) -> ApiError:

@@ -7,20 +7,10 @@ import uuid
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, field
-from msgspec.structs import replace
+from msgspec import Meta
 
-from holdfast.server.embeddings import EmbeddingRequest, compute, written
-from holdfast.server.formats.registry import Reading
-from holdfast.server.protocol import (
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    RequestBody,
-    TemplateOptions,
-    invalid,
-    prompt_end,
-    read_messages,
-)  # fmt: skip
+from holdfast.server.embeddings import EmbeddingRequest, VectorRequest, compute, vectors_of, written
+from holdfast.server.protocol import MAX_PROMPTS, RequestBody, invalid
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.reranking import judge
 from holdfast.server.service import Service
@@ -109,23 +99,10 @@ class RerankRequest(PairsRequest, kw_only=True, frozen=True, forbid_unknown_fiel
         return [_text(document, f"documents[{index}]") for index, document in enumerate(self.documents)]
 
 
-class PoolingRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class PoolingRequest(VectorRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /pooling: inputs whose vectors are returned, or the messages of one chat."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
-
-    input: str | list[Any] = field(default_factory=list)
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool | None = None
-    """Whether to add special tokens to a chat, whose template has its own. It has no effect on an input."""
-    add_generation_prompt: bool = False
-    """Whether the prompt of a chat ends with the beginning of an answer."""
-    continue_final_message: bool = False
-    """Whether the prompt of a chat ends within its last message."""
-    chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     task: Literal["embed"] = "embed"
-    normalize: bool | None = None
-    """Whether vectors are scaled to length 1; None: as the model says."""
 
 
 def _listed(texts: str | list[str]) -> list[str]:
@@ -209,38 +186,12 @@ async def _cut(
 
 async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: RequestUsage) -> Reply:
     """Return the vectors of all inputs, or of a chat. Raises ApiError."""
-    vectors = await compute(service, await _prompts(service, wanted, tenant), tenant, usage)
-    normalize = service.client.pooling.normalize if wanted.normalize is None else wanted.normalize
+    vectors, normalize = await vectors_of(service, wanted, tenant, usage)
     data = [
         {"index": index, "object": "pooling", "data": vector}
         for index, vector in enumerate(written(vectors, wanted, normalize=normalize))
     ]
     return {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(usage)
-
-
-async def _prompts(service: Service, wanted: PoolingRequest, tenant: str) -> PoolingRequest:
-    """Return the request with a chat as the tokens of its prompt. Raises ApiError."""
-    if (wanted.input == []) == (wanted.messages is None):
-        raise invalid("give input or messages, one of them", "input")
-    if wanted.messages is None:
-        return wanted
-    said = read_messages(wanted.messages)
-    continues = wanted.continue_final_message
-    end = prompt_end(wanted.messages, begins=wanted.add_generation_prompt, continues=continues)
-    reading = Reading(service.format, None, wanted.chat_template_kwargs, end)
-    text = service.client.text
-
-    def work() -> list[int]:
-        rendered = reading.render(text, said)
-        return list(text.encode(rendered, add_special_tokens=wanted.add_special_tokens is True))
-
-    size = sum(len(message["content"]) for message in said)
-    try:
-        with service.lane.admission.admit(1, tenant):
-            tokens = await service.off_loop(size, work, renders=True)
-    except ValueError as error:  # The chat template refuses these messages, or the text is not Unicode.
-        raise invalid(str(error), "messages") from None
-    return replace(wanted, input=tokens, messages=None)
 
 
 def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:

@@ -17,8 +17,74 @@ def _short(monkeypatch):
 
 def equal(monkeypatch, prompt, output):
     monkeypatch.setattr(
-        fineinfer, "requests", lambda dataset, count: [Conversation(0.0, (Turn(prompt, output),))] * count
+        fineinfer, "requests", lambda dataset, count, turns: [Conversation(0.0, (Turn(prompt, output),))] * count
     )
+
+
+def files(folder, **rows):
+    """Write files of lengths, by data set."""
+    for dataset, pairs in rows.items():
+        lines = ["num_prefill_tokens,num_decode_tokens", *(f"{prompt},{output}" for prompt, output in pairs)]
+        (folder / f"{dataset}.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_requests_have_the_lengths_of_the_data_set_cut_to_1024_each(tmp_path):
+    files(tmp_path, ShareGPT=[(1100, 40), (7, 1500), (9, 30), (1500, 900)])
+    turns = fineinfer.read_lengths(tmp_path, ["ShareGPT"])["ShareGPT"]
+    assert turns == [Turn(1024, 40), Turn(7, 1024), Turn(9, 30)], "above 2,048 in all a request is left out"
+    seven = [talk.turns[0] for talk in fineinfer.requests("ShareGPT", 7, turns)]
+    assert sorted(seven.count(turn) for turn in turns) == [2, 2, 3]
+    assert seven == [talk.turns[0] for talk in fineinfer.requests("ShareGPT", 7, turns)]
+    assert len({talk.turns[0] for talk in fineinfer.requests("ShareGPT", 7)}) > 3, "drawn without a file"
+
+
+def test_a_run_takes_the_lengths_of_the_data_set(tmp_path):
+    files(tmp_path, Alpaca=[(100, 20)])
+    turns = fineinfer.read_lengths(tmp_path, ["Alpaca"])["Alpaca"]
+    row = fineinfer.simulated("Alpaca", "nopad", 4.0, "known", turns)
+    assert row["tokens_per_second"] == pytest.approx(20 * row["requests_per_second"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["why", "--data", "."], "No such file or directory: 'ShareGPT.csv'"),
+        (["why", "--data", "empty"], "empty/ShareGPT.csv has 0 requests"),
+        (
+            ["why", "--data", "zero"],
+            "zero/ShareGPT.csv has 1 requests; there must be at least 1, each of at least 1 token",
+        ),
+        (["lengths"], "lengths needs --data FOLDER"),
+        (["lengths", "--data", ".", "--alpaca", "a.json"], "--alpaca and --tokenizer need each other"),
+        (["lengths", "--data", ".", "--sharegpt", "bad.pkl"], "bad.pkl is not a pickle of lengths"),
+    ],
+)
+def test_lengths_that_cannot_be_read_end_the_program_with_the_reason(monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("empty", []), ("zero", [(0, 5)])):
+        (tmp_path / name).mkdir()
+        files(tmp_path / name, ShareGPT=rows, Alpaca=rows)
+    (tmp_path / "bad.pkl").write_bytes(b"no pickle")
+    monkeypatch.setattr("sys.argv", ["fineinfer", *arguments, "--out", "out"])
+    with pytest.raises(SystemExit) as ended:
+        fineinfer.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_lengths_are_described_beside_the_drawn_ones(monkeypatch, tmp_path):
+    files(tmp_path, Alpaca=[(2, 1), (4, 2), (8, 4), (1200, 8)])
+    monkeypatch.setattr("sys.argv", ["fineinfer", "lengths", "--datasets", "Alpaca", "--data", str(tmp_path), "--out",
+                                     str(tmp_path / "out")])  # fmt: skip
+    fineinfer.main()
+    table = (tmp_path / "out" / "fineinfer-lengths.md").read_text()
+    whole, cut, drawn = json.loads((tmp_path / "out" / "fineinfer-lengths.json").read_text())["rows"]
+    assert (whole["in"]["mean"], cut["in"]["mean"], whole["out"]["mean"]) == (303.5, 259.5, 3.75)
+    assert cut["out"]["sigma"] == pytest.approx(0.775, abs=1e-3) and 0.8 < whole["correlation"] < 1
+    assert drawn["out"]["sigma"] == pytest.approx(1.0, abs=0.02) and abs(drawn["correlation"]) < 0.03
+    assert "| Alpaca, its own, cut to 1,024 | 4 | 259.50 |" in table
+    assert "| Alpaca, the paper | – | 19.31 | – | – | 58.45 |" in table
 
 
 def test_padded_designs_hold_fewer_tokens_the_more_prompts_are_computed_at_once():
@@ -80,20 +146,46 @@ def test_a_sweep_compares_each_design_with_what_the_paper_says_of_it():
 def test_a_sweep_that_adds_keeps_other_curves_and_replaces_its_own(monkeypatch, tmp_path):
     made = []
 
-    def simulated(dataset, design, rate, name):
+    def simulated(dataset, design, rate, name, turns):
         made.append((dataset, rate, name))
         about = {"dataset": dataset, "design": design, "assumed": name, "rate": rate}
         return about | {"normalized_latency_ms": 100.0 * len(made)}
 
     monkeypatch.setattr(fineinfer, "simulated", simulated)
     for dataset, name, rate in (("Alpaca", "apart", 1), ("Alpaca", "alone", 1), ("Alpaca", "apart", 2)):
-        fineinfer.sweep(tmp_path, [dataset], [name], ["nopad"], [rate], add=True)
+        fineinfer.sweep(tmp_path, [dataset], [name], ["nopad"], [rate], add=True, measured={})
     kept = json.loads((tmp_path / "fineinfer-sweep-some-simulated.json").read_text())["rows"]
     assert [(row["assumed"], row["rate"], row["normalized_latency_ms"]) for row in kept] == [
         ("alone", 1, 200.0), ("apart", 2, 300.0),
     ]  # fmt: skip
-    fineinfer.sweep(tmp_path, ["Alpaca"], ["apart"], ["nopad"], [1, 2, 3, 4], add=False)
+    fineinfer.sweep(tmp_path, ["Alpaca"], ["apart"], ["nopad"], [1, 2, 3, 4], add=False, measured={})
     assert [rate for _, rate, _ in made[3:]] == [1, 2, 3], "a design runs no further than where it has broken down"
+
+
+def test_full_load_that_adds_keeps_other_assumptions_and_measured_lengths_have_a_file_of_their_own(
+    monkeypatch, tmp_path
+):
+    def simulated(dataset, design, rate, name, turns):
+        about = {
+            "dataset": dataset,
+            "design": design,
+            "assumed": name,
+            "rate": rate,
+            "batch": 2.0 + (design == "nopad"),
+        }
+        return about | {"requests_per_second": float(len(turns) or 7)}
+
+    monkeypatch.setattr(fineinfer, "simulated", simulated)
+    measured = {"Alpaca": [Turn(1, 1)] * 5}
+    fineinfer.why(tmp_path, ["Alpaca"], ["apart", "known"], add=True, measured={})
+    for name in ("alone", "known", "alone"):
+        fineinfer.why(tmp_path, ["Alpaca"], [name], add=True, measured=measured)
+    *_, known, alone, paper = (tmp_path / "fineinfer-why-data-simulated.md").read_text().splitlines()
+    assert known == f"| Alpaca | {fineinfer.ASSUMPTIONS['known'].about} | 5.00 | 5.00 | 1.0 | 2.0 | 3.0 | 1.5 |"
+    assert alone.startswith("| Alpaca | one request at a time | 5.00 |") and paper.startswith("| Alpaca | the paper")
+    assert len(json.loads((tmp_path / "fineinfer-why-data-simulated.json").read_text())["rows"]) == 4
+    drawn = (tmp_path / "fineinfer-why-some-simulated.md").read_text()
+    assert drawn.count("| 7.00 | 7.00 |") == 2
 
 
 def test_overhead_is_the_median_of_latency_less_forwards():

@@ -37,7 +37,7 @@ def test_figures_are_of_the_requests_that_succeeded() -> None:
 
 
 class Worker(DrawsWeights):
-    """What vLLM's worker has: a model."""
+    """A worker with a model, as vLLM's."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False), torch.nn.LayerNorm(256))

@@ -1,5 +1,7 @@
-"""Baton's data sets: lengths, kinds and scale. Sarathi-Serve's requests, as its authors draw them."""
+"""Baton's data sets: lengths, kinds and scale. Lengths of requests in files that authors of papers publish."""
 
+import json
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -75,3 +77,84 @@ def test_lengths_come_from_the_authors_file_but_for_requests_above_the_limit(tmp
     path.write_text("num_prefill_tokens,tokens\n10,5\n")
     with pytest.raises(ValueError, match="no column num_decode_tokens"):
         paper_workloads.sarathi_lengths(path, 100)
+    for row, reason in (("10,x", "invalid literal"), ("10", "NoneType")):
+        path.write_text(f"num_prefill_tokens,num_decode_tokens\n1,2\n{row}\n")
+        with pytest.raises(ValueError, match=f"lengths.csv, line 3: .*{reason}"):
+            paper_workloads.sarathi_lengths(path, 100)
+
+
+def test_written_lengths_are_read_again(tmp_path):
+    path = tmp_path / "lengths.csv"
+    paper_workloads.write_lengths(path, [Turn(3, 4), Turn(500, 1)])
+    assert [talk.turns[0] for talk in paper_workloads.sarathi_lengths(path, 1000)] == [Turn(3, 4), Turn(500, 1)]
+
+
+def test_a_pickle_of_pairs_gives_its_lengths_in_order(tmp_path):
+    path = tmp_path / "lengths.pkl"
+    path.write_bytes(pickle.dumps([(21, 518), (8, 66)]))
+    assert paper_workloads.vllm_lengths(path) == [Turn(21, 518), Turn(8, 66)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps([(1, 2), (0, 5)]), r"has \(0, 5\)"),
+        (pickle.dumps([(1, 2), (3, 4, 5)]), r"has \(3, 4, 5\)"),
+        (pickle.dumps([([7, 7], 5)]), r"has \(\[7, 7\], 5\)"),
+        (pickle.dumps([]), "not a list of pairs"),
+        (pickle.dumps({"a": 1}), "not a list of pairs"),
+        (pickle.dumps([(1, 2)])[:-4], "not a pickle of lengths"),
+    ],
+)
+def test_a_pickle_of_anything_but_pairs_of_lengths_is_refused(tmp_path, content, message):
+    path = tmp_path / "lengths.pkl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        paper_workloads.vllm_lengths(path)
+
+
+class Touching:
+    """Its pickle calls a function that makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).touch, (self.path,)
+
+
+def test_a_pickle_that_would_run_code_is_refused_before_it_does(tmp_path):
+    path, touched = tmp_path / "lengths.pkl", tmp_path / "touched"
+    path.write_bytes(pickle.dumps([Touching(touched)]))
+    with pytest.raises(ValueError, match="not a pickle of lengths: it names"):
+        paper_workloads.vllm_lengths(path)
+    assert not touched.exists()
+    pickle.loads(path.read_bytes())
+    assert touched.exists(), "read without care, it does run"
+
+
+@pytest.fixture
+def bytes_tokenizer(tmp_path):
+    """A folder with a vocabulary in GPT-2's format, in which each letter is a token, and so is `ab`."""
+    letters = [*"abcdefgh.", "\u0120", "\u010a"]
+    (tmp_path / "vocab.json").write_text(json.dumps({text: number for number, text in enumerate([*letters, "ab"])}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    return tmp_path
+
+
+def test_an_alpaca_prompt_is_the_instruction_and_its_input_with_a_token_in_front(tmp_path, bytes_tokenizer):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    rows = [
+        {"instruction": "abc.", "input": "", "output": "d"},
+        {"instruction": "cab", "input": "de", "output": "ab h"},
+    ]
+    one.write_text(json.dumps(rows))
+    two.write_text(json.dumps([rows[1], {**rows[1], "output": "h"}]))
+    found = paper_workloads.alpaca_lengths([one, two], bytes_tokenizer)
+    assert found == [Turn(1 + 3, 1 + 1), Turn(1 + 2 + 1 + 2, 1 + 3), Turn(6, 2)], "what comes twice counts once"
+    two.write_text('[{"instruction": "abc", "output": "d"}]')
+    with pytest.raises(ValueError, match=r"two.json is not a list of instruction, input and output: KeyError, 'input'"):
+        paper_workloads.alpaca_lengths([one, two], bytes_tokenizer)
+    (bytes_tokenizer / "merges.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no .*merges.txt"):
+        paper_workloads.alpaca_lengths([one], bytes_tokenizer)

@@ -395,6 +395,7 @@ def test_a_host_tier_is_simulated(capsys):
         (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
         (("--simulate", "nowhere.json"), "holdfast: nowhere.json cannot be read: No such file or directory"),
         (("--simulate", "PROFILE", "--workload", "no.csv"), "workload no.csv cannot be read: No such file"),
+        (("--simulate", "mistral-7b"), "simulate is mistral-7b, which needs a device: mistral-7b@DEVICE, DEVICE"),
         (("--simulate", "gpt-9@h200"), "model shape gpt-9 is unknown"),
         (("--simulate", "mistral-7b@tpu"), "device tpu is unknown"),
         (("--simulate", "mistral-7b@h200", "--link", "pcie5"), "link is pcie5, which joins devices; give --tp or --pp"),

@@ -271,7 +271,7 @@ def alone(model: Model, stored_profile: None) -> list[Known]:
     """Requests, and the tokens that each draws in an engine without other requests."""
     found = []
     with start(model, {"max_sequences": 1, "speculation": "off", "max_adapters": 2, "steps_in_flight": 1}) as llm:
-        for index, each in enumerate(SEEDED * 2):
+        for index, each in enumerate(SEEDED):
             params, prompt = replace(each.params(977 * index), max_tokens=40), model.prompts[index % 8]
             (answer,) = llm.generate([list(prompt)], params, adapter=each.adapter, progress=False)
             found.append((each, prompt, params, answer.token_ids))

@@ -5,22 +5,21 @@ The models are unmodified ones of Transformers, with random weights.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import disk_store
-from tests.engine.conftest import SMALL
+from tests.engine.conftest import SMALL, wait_for_end
 from tests.padded_checks import FAMILIES, draw_prompts, generate_alone, write_tiny
 
 SIZES = {"executor": "padded", "disk_cache_gb": 0.005, "host_cache_gb": 0.01, "eviction": "lru"}
@@ -260,33 +259,21 @@ def test_a_second_engine_is_refused_the_directory(engine_of):
         engine_of("llama")
 
 
-WRITER = """
-import sys, time
-from holdfast.engine.process.build import build_engine
-from holdfast.engine.process.parts.tiers import TierHandler
-from holdfast.lm.config import EngineConfig
-from tests.engine.conftest import SMALL
-from tests.engine.test_row_tiers import FIRST, SIZES, answer
-
-engine = build_engine(EngineConfig(model=sys.argv[1], disk_cache_dir=sys.argv[2], **SMALL, **SIZES))
-tokens, _ = answer(engine, FIRST)
-while engine.loop.stats().disk_blocks_cached < len(FIRST):
-    if engine.loop.has_work():
-        engine.loop.step()
-    engine.handler(TierHandler).exchange()
-print(*tokens, flush=True)
-time.sleep(60)
-"""
-
-
-def test_what_was_written_survives_a_kill(engine_of, models, tmp_path):
+async def test_what_was_written_survives_a_kill(engine_of, models, tmp_path):
     directory, module = models("llama")
-    root = Path(__file__).parents[2]
-    arguments = [sys.executable, "-c", WRITER, str(directory), str(tmp_path / "disk")]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=root, text=True) as process:
-        first = tuple(int(token) for token in process.stdout.readline().split())
-        process.send_signal(signal.SIGKILL)
+    config = EngineConfig(model=str(directory), disk_cache_dir=str(tmp_path / "disk"), **SMALL, **SIZES)
+    client = await EngineClient.start(config)
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+        first = tuple([token async for delta in client.stream(FIRST, params) for token in delta.tokens])
+        while (await client.health()).disk_blocks_cached < len(FIRST):
+            await asyncio.sleep(0.01)
+        os.kill(client.pid, signal.SIGKILL)
+        await client.dead.wait()
+        wait_for_end(client.pid)
+    finally:
+        await client.close()
     assert first == generate_alone(module, FIRST, 9)
     engine = engine_of("llama")
-    prompt = second_turn(first)
-    assert answer(engine, prompt) == (generate_alone(module, prompt, 9), len(FIRST) + 8)
+    prompt, identity = second_turn(first), Identity(engine.info.model, "", engine.info.precision)
+    assert answer(engine, prompt, identity=identity) == (generate_alone(module, prompt, 9), len(FIRST) + 8)

@@ -300,11 +300,11 @@ def test_streams_get_the_same_tokens_with_and_without_training(
 def test_inference_that_needs_memory_takes_it_back_and_the_job_gives_the_same(
     bench: Callable[..., Bench], alone: Callable[..., tuple[list[float], str]], tmp_path: Path
 ) -> None:
-    expected = alone(epochs=6)
+    expected = alone(epochs=5)
     each = bench(cache_gb=0.004, tuning_memory_fraction=0.9, max_adapters=1, max_adapter_rank=4, **SLICES)
     blocks = each.info.num_blocks
-    each.start(new_job(tmp_path, epochs=6))
-    for wave in range(6):
+    each.start(new_job(tmp_path, epochs=5))
+    for wave in range(4):
         each.until(lambda: each.loop.stats().blocks_training > 0)
         for _ in range(3 * wave):
             each.turn()
@@ -711,7 +711,7 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
     async def use() -> None:
         client = await EngineClient.start(small(**TUNING))
         try:
-            job = new_job(tmp_path, epochs=20)
+            job = new_job(tmp_path, epochs=8)
             run = await client.tuning.start(job)
             assert client.tuning.runs == {"job": run} and client.tuning.names == {"tuned-job"}
             for wrong in (job, replace(job, id="other"), replace(job, id="model", name=client.info.model)):

@@ -24,7 +24,10 @@ Described = dict[str, dict[str, list[list[Any]]]]
 
 
 def described() -> Described:
-    """The fields of all messages by tag, in order, and of the maps in them by name: each with its type and need."""
+    """The fields of all messages by tag, in order, and of the maps in them by name: each with its type and need.
+
+    Named tuples are among the maps, although they are sent as arrays.
+    """
     found: Described = {"messages": {}, "maps": {}}
     for union in (messages._EncodedToEngine, messages.FromEngine):
         for kind in msgspec.inspect.type_info(union).types:  # type: ignore[attr-defined]
@@ -60,9 +63,35 @@ def in_words(kind: Any, found: Described) -> str:
     return type(kind).__name__.removesuffix("Type").lower()
 
 
+def named_tuples() -> set[str]:
+    """The names of all named tuples within messages."""
+    kinds: list[Any] = [
+        kind
+        for union in (messages._EncodedToEngine, messages.FromEngine)
+        for kind in msgspec.inspect.type_info(union).types  # type: ignore[attr-defined]
+    ]
+    found, seen = set[str](), set[Any]()
+    while kinds:
+        kind = kinds.pop()
+        named = getattr(kind, "cls", None)
+        if named is not None and named in seen:
+            continue
+        seen.add(named)
+        if isinstance(kind, msgspec.inspect.NamedTupleType):
+            found.add(kind.cls.__name__)
+        kinds += [field.type for field in getattr(kind, "fields", ())]
+        kinds += [*getattr(kind, "types", ()), *getattr(kind, "item_types", ())]
+        kinds += [getattr(kind, name) for name in ("item_type", "key_type", "value_type") if hasattr(kind, name)]
+    return found
+
+
 def faults(before: Described, after: Described) -> list[str]:
     """What in `after` a peer of `before` could not read, or would read wrongly."""
-    found = []
+    found = [
+        f"{name}: a named tuple of messages cannot grow, because peers take no more fields than they know"
+        for name in sorted(named_tuples() & before["maps"].keys())
+        if len(after["maps"].get(name, [])) > len(before["maps"][name])
+    ]
     for tag, old in before["messages"].items():
         new = after["messages"].get(tag, [])
         if [each[:2] for each in new[: len(old)]] != [each[:2] for each in old]:
@@ -98,6 +127,7 @@ def test_messages_of_the_version_before_can_be_read_both_ways() -> None:
         (lambda told: told["messages"].pop("watch"), "message watch: a field was removed"),
         (lambda told: told["maps"]["EngineInfo"].append(["new", "int", True]), "EngineInfo.new: a new field without"),
         (lambda told: told["maps"]["EngineInfo"].pop(0), "EngineInfo.model: it was removed"),
+        (lambda told: told["maps"]["TokenLogprobs"].append(["rank", "int", False]), "TokenLogprobs: a named tuple"),
     ],
 )
 def test_a_change_that_the_other_version_cannot_read_is_found(change: Any, fault: str) -> None:

@@ -151,3 +151,20 @@ def test_a_loop_is_prepared_once_a_pause_found_nothing_left_and_stays_so():
     assert not loop.prepare() and loop.prepared
     left += [True]
     assert loop.prepare() and loop.prepared
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_a_gap_lets_the_steps_in_flight_end_before_something_is_prepared(steps_in_flight):
+    loop, device = create_loop(steps_in_flight, *create_requests(5, max_tokens=12))
+    asked = itertools.count()
+
+    def prepare():
+        device.calls.append(("prepare", len(device.plans)))
+        return True
+
+    loop._gap, loop._prepare = (lambda: 4 <= next(asked) < 8), prepare
+    tokens = run(loop)
+    assert {name: len(given) for name, given in tokens.items()} == {"0": 12}
+    prepared = [at for at, call in enumerate(device.calls) if call == ("prepare", 0)]
+    assert len(prepared) == [call for call, _ in device.calls].count("prepare") == 4 // steps_in_flight
+    assert [device.calls[at + 1][0] for at in prepared] == ["submit"] * len(prepared)

@@ -1076,6 +1076,13 @@ class TestBrowsers:
             headers = {"content-type": "application/json; charset=utf-8"}
             assert (await api.post(CHAT, content=json.dumps(HELLO), headers=headers)).status_code == 200
 
+    async def test_an_upload_without_a_form_is_told_of_the_form(self, http: Http) -> None:
+        async with http() as api:
+            refused = await api.post("/v1/files", data={"purpose": "batch"})
+        error = error_of(refused)
+        assert (refused.status_code, error["code"]) == (415, "unsupported_media_type")
+        assert "multipart/form-data" in error["message"] and "JSON" not in error["message"]
+
     @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "", "text/plain"])
     async def test_a_body_for_ollama_may_be_of_any_declared_type_if_no_browser_sends_it(
         self, http: Http, client: FakeClient, kind: str

@@ -266,11 +266,13 @@ async def test_fields_of_other_servers_are_taken_with_the_values_that_change_not
         "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "detokenize": True,
         "spaces_between_special_tokens": True, "documents": None, "vllm_xargs": {},
         "separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "lora_path": None,
+        "session_id": "a session", "stream_interval": 1, "watermarking": False, "return_prompt_text": False,
+        "thinking_token_budget": None, "truncation_side": None,
     }  # fmt: skip
     async with http() as api:
         response = await api.post(path, json={**BODIES[path], **neutral})
         assert response.status_code == 200, response.text
-    for name, value in (("use_beam_search", True), ("length_penalty", 0.5), ("no_stop_trim", True)):
+    for name, value in (("use_beam_search", True), ("length_penalty", 0.5), ("thinking_token_budget", 9)):
         error = await refused(http, path, {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 

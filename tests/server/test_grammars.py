@@ -10,6 +10,7 @@ from fake_engine import FakeClient
 
 from holdfast.core.types import Grammar
 from holdfast.lm.grammar.dialects import ONE_LINE
+from holdfast.lm.grammar.structural_tags import structural_grammar
 from holdfast.lm.limits import RequestRefused
 from holdfast.server import grammars
 
@@ -20,11 +21,12 @@ BODIES = {
     RESPONSES: {"model": "tiny", "input": "hello"},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA_CLOSED = {**SCHEMA, "additionalProperties": False}
 TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 
 
-def schema(**guidance: Any) -> Grammar:
-    return Grammar("json", json.dumps({**SCHEMA, "x-guidance": {**ONE_LINE, **guidance}}))
+def schema(given: dict[str, Any] = SCHEMA, **guidance: Any) -> Grammar:
+    return Grammar("json", json.dumps({**given, "x-guidance": {**ONE_LINE, **guidance}}))
 
 
 def any_object() -> Grammar:
@@ -80,6 +82,7 @@ async def test_a_text_format_becomes_a_grammar_and_is_repeated_in_the_response(
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, schema()),
         ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
          schema(item_separator=",", key_separator=":")),
+        ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, schema(SCHEMA_CLOSED)),
         ({"structured_outputs": {"regex": "[a-z]+"}}, Grammar("regex", "[a-z]+")),
         ({"structured_outputs": {"choice": ["yes", 'n"o']}}, Grammar("lark", 'start: "yes" | "n\\"o"')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
@@ -105,6 +108,31 @@ async def test_structural_tags_are_accepted_as_a_format_and_as_a_parameter(http:
             assert (await api.post(CHAT, json=BODIES[CHAT] | given)).status_code == 200
     first, second = (asked.params.grammar for asked in client.asked)
     assert first == second and first is not None and '"<f"' in first.text
+
+
+async def test_the_format_of_a_structural_tag_is_accepted_in_both_places_and_its_faults_have_its_path(
+    http: Any, client: FakeClient
+) -> None:
+    wanted = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    wrong = {"type": "structural_tag", "format": {**wanted, "content": {"type": "xml"}}}
+    async with http() as api:
+        for given in (
+            {"response_format": {"type": "structural_tag", "format": wanted}},
+            {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": wanted})}},
+        ):
+            assert (await api.post(CHAT, json=BODIES[CHAT] | given)).status_code == 200
+        refused = await api.post(CHAT, json=BODIES[CHAT] | {"response_format": wrong})
+        twofold = await api.post(CHAT, json=BODIES[CHAT] | {"response_format": wrong | TAGS})
+    assert [asked.params.grammar for asked in client.asked] == [structural_grammar(wanted, "format")] * 2
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.format")
+    assert refused.json()["error"]["message"].startswith('response_format.format.content.type is "xml"; supported: ')
+    assert twofold.json()["error"]["message"] == "unknown parameter: response_format.structures"
+
+
+async def test_a_response_is_told_that_its_format_lacks_a_schema(http: Any) -> None:
+    async with http() as api:
+        reply = await api.post(RESPONSES, json=BODIES[RESPONSES] | {"text": {"format": {"type": "json_schema"}}})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "text.format.schema is missing")
 
 
 async def test_every_choice_has_the_grammar(http: Any, client: FakeClient) -> None:
@@ -150,7 +178,8 @@ async def test_the_engines_refusal_is_400_before_any_token_and_names_the_clients
         ({"structured_outputs": {"structural_tag": {**TAGS, "triggers": ["<g"]}}},
          "structured_outputs.structural_tag", "no trigger begins"),
         ({"structured_outputs": {"structural_tag": {"format": {}}}},
-         "structured_outputs.structural_tag.format", "unknown parameter"),
+         "structured_outputs.structural_tag.format", "format.type is missing; supported: const_string"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         ({"guided_grammar": "root ::= ["}, "guided_grammar", "cannot be read"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude each other"),
         ({"guided_json": json.dumps({"enum": ["x" * 300_000]})}, "guided_json", "262144"),

@@ -92,15 +92,27 @@ async def test_pooled_vectors_are_normalized_as_the_model_or_the_client_says(htt
     assert plain["data"] == [{"index": 0, "object": "pooling", "data": [3, 0]}]
 
 
-async def test_a_chat_is_pooled_as_its_prompt(http: Http, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_input_is_cut_on_the_side_that_the_client_says(http: Http) -> None:
+    body = {"input": "northeast", "encoding_format": "float", "truncate_prompt_tokens": 5}
+    async with http() as api:
+        first = (await api.post("/v1/embeddings", json=body | {"truncation_side": "right"})).json()
+        last = (await api.post("/v1/embeddings", json=body | {"truncate_prompt_tokens": 4})).json()
+    assert [first["data"][0]["embedding"], last["data"][0]["embedding"]] == [[0, 1], [1, 0]]
+    assert (first["usage"]["prompt_tokens"], last["usage"]["prompt_tokens"]) == (5, 4)
+
+
+@pytest.mark.parametrize(("path", "key"), [("/pooling", "data"), ("/v1/embeddings", "embedding")])
+async def test_a_chat_has_the_vector_of_its_prompt(
+    http: Http, client: Any, monkeypatch: pytest.MonkeyPatch, path: str, key: str
+) -> None:
     client.text.opening = "<assistant>"
     monkeypatch.setitem(VECTORS, "<user>north", (0, 2))
     monkeypatch.setitem(VECTORS, "<user>north<assistant>", (3, 4))
     body = {"messages": [{"role": "user", "content": "north"}]}
     async with http() as api:
-        plain = (await api.post("/pooling", json=body)).json()
-        begun = (await api.post("/pooling", json=body | {"add_generation_prompt": True, "normalize": False})).json()
-    assert [each["data"] for each in (*plain["data"], *begun["data"])] == [[0, 1], [3, 4]]
+        plain = (await api.post(path, json=body)).json()
+        begun = (await api.post(path, json=body | {"add_generation_prompt": True, "normalize": False})).json()
+    assert [each[key] for each in (*plain["data"], *begun["data"])] == [[0, 1], [3, 4]]
     assert plain["usage"]["prompt_tokens"] == len("<user>north")
 
 
@@ -110,6 +122,10 @@ async def test_a_chat_is_pooled_as_its_prompt(http: Http, client: Any, monkeypat
         ("/pooling", {}, "input"),
         ("/pooling", {"input": "north", "messages": [{"role": "user", "content": "north"}]}, "input"),
         ("/pooling", {"messages": []}, "messages"),
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": "north", "messages": [{"role": "user", "content": "north"}]}, "input"),
+        ("/v1/embeddings", {"input": "north", "embed_dtype": "float16"}, "embed_dtype"),
+        ("/v1/embeddings", {"input": "north", "task": "embed"}, "task"),
         ("/pooling", {"messages": [{"role": "sailor", "content": "north"}]}, "messages[0].role"),
         ("/pooling", {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ x }}"}, "chat_template"),
         ("/score", {"text_1": ["north", "east"], "text_2": ["north"]}, "text_1"),

@@ -163,12 +163,15 @@ def test_a_last_turn_that_does_not_fit_is_refused(api: openai.OpenAI) -> None:
         api.responses.create(model="bytes", input="x" * CONTEXT, truncation="auto")
 
 
-def test_truncate_prompt_tokens_keeps_the_end_of_a_prompt(api: openai.OpenAI) -> None:
+def test_truncate_prompt_tokens_keeps_the_end_of_a_prompt_or_its_start(api: openai.OpenAI) -> None:
     prompt, more = "ab" * CONTEXT + "the end", {"max_tokens": 4, "echo": True, "temperature": 0}
     kept: Any = api.completions.create(model="bytes", prompt=prompt, extra_body={"truncate_prompt_tokens": 7}, **more)
     assert kept.choices[0].text.startswith("the end") and kept.usage.prompt_tokens == 7
     most: Any = api.completions.create(model="bytes", prompt=prompt, extra_body={"truncate_prompt_tokens": -1}, **more)
     assert most.usage.prompt_tokens == CONTEXT - 4
+    start = {"truncate_prompt_tokens": 7, "truncation_side": "right"}
+    first: Any = api.completions.create(model="bytes", prompt=prompt, extra_body=start, **more)
+    assert first.choices[0].text.startswith("abababa") and first.usage.prompt_tokens == 7
     short: Any = api.completions.create(model="bytes", prompt="hi", extra_body={"truncate_prompt_tokens": 7}, **more)
     assert short.choices[0].text.startswith("hi")
     with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens is 0"):

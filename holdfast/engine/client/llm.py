@@ -57,6 +57,8 @@ class Completion:
     """Log probabilities of each token but the one that ended the sequence, if `SamplingParams.logprobs` asks."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of each prompt token but the first, if `SamplingParams.prompt_logprobs` asks."""
+    prompt_ranks: tuple[int, ...] = ()
+    """Rank of each token of `prompt_logprobs` among all tokens at its place: 1 for the most probable one."""
 
 
 class _Terms(NamedTuple):
@@ -331,12 +333,14 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     of_prompt: list[TokenLogprobs] = []
+    ranks: list[int] = []
     async with aclosing(stream) as deltas:
         async for delta in deltas:
             pieces.append(delta.text)
             tokens.extend(delta.tokens)
             logprobs.extend(each for each in delta.logprobs if each is not None)
             of_prompt.extend(delta.prompt_logprobs)
+            ranks.extend(delta.prompt_ranks)
     if not (delta.finish_reason and delta.usage and delta.timings):
         raise RuntimeError("the stream has ended before its last delta")
     return Completion(
@@ -348,6 +352,7 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
         delta.timings,
         tuple(logprobs),
         tuple(of_prompt),
+        tuple(ranks),
     )
 
 

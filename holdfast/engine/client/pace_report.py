@@ -18,10 +18,10 @@ class PaceReport:
     tokens of other streams, is known only here. The engine answers late tokens with smaller steps, so tokens that say
     nothing of that are left out, as if they had not come:
 
-    - Late tokens whose way took longer than that of the token before by more than the largest margin of a step: this
-      process stood still, or its machine did.
-    - All tokens whose way took longer than the target: this process is a step behind, so the times between tokens are
-      its own.
+    - Tokens of a step in time that are late because their way took longer than that of the token before by more than
+      the largest margin of a step: this process stood still, or its machine did.
+    - All tokens whose way took longer than the target: this process still works on an earlier step, so the times
+      between tokens are its own.
     """
 
     def __init__(self, target: float, send: Callable[[messages.TokenWaits], None]) -> None:
@@ -37,8 +37,9 @@ class PaceReport:
         `way` is the time in seconds from the end of the engine's step until the reader had the token, and `way_before`
         that of the token before it; 0: unknown.
         """
-        late = seconds > self.target
-        if way > self.target or (late and way - way_before > MAX_LEARNED_MARGIN * self.target):
+        late, delay = seconds > self.target, way - way_before
+        stood_still = seconds - delay <= self.target and delay > MAX_LEARNED_MARGIN * self.target
+        if way > self.target or (late and stood_still):
             return
         self._count += 1
         self._late += late

@@ -99,6 +99,8 @@ class Delta:
     end_logprobs: TokenLogprobs | None = None
     """Log probabilities of the token that ended the answer, if one did and the request asks. It comes with the final
     Delta."""
+    prompt_ranks: tuple[int, ...] = ()
+    """Rank of each token of `prompt_logprobs` among all tokens at its place; 0 if the engine gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ class Stream:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_ranks: list[int] = []
         self._vector = b""
         self._end_logprobs: TokenLogprobs | None = None
         """Log probabilities of the token that ended the answer."""
@@ -268,6 +271,8 @@ class Stream:
             self._told_again -= again
             self._told += len(output.prompt_logprobs) - again
             self._prompt_logprobs.extend(output.prompt_logprobs[again:])
+            ranks = output.prompt_ranks or (0,) * len(output.prompt_logprobs)  # an older engine gives none
+            self._prompt_ranks.extend(ranks[again:])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -305,22 +310,23 @@ class Stream:
         for error in self._errors:
             raise error
         text, tokens, logprobs = "".join(self._pieces), tuple(self._tokens), tuple(self._logprobs)
-        prompt = tuple(self._prompt_logprobs)
-        for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs):
+        prompt, ranks = tuple(self._prompt_logprobs), tuple(self._prompt_ranks)
+        for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs, self._prompt_ranks):
             taken.clear()
         if self._single:
             text, tokens, logprobs = self._single.popleft()
         if self._single:
             self._changed.set()
         if self.finish_reason is None or self._single:
-            return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
+            return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt, prompt_ranks=ranks)
         self.given = True
         request = self.request
         usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count, self._preemptions)
         stop = self._text.stop_string
         return Delta(
-            text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop, self._end_logprobs
+            text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop, self._end_logprobs,
+            ranks,
         )  # fmt: skip
 
 

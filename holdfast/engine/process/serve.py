@@ -119,11 +119,11 @@ class Loading:
         """
         self.began = time.monotonic()
         self.ended = self.began
-        self._gpu = None if device == "cpu" else int(device.partition(":")[2])
+        self._gpus = [] if device == "cpu" else [int(device.partition(":")[2])]
         self._builder = builder
         self._errors: list[BaseException] = []
-        if self._gpu is not None:
-            threading.Thread(target=make_context, args=(self._gpu,), name="holdfast-make-context", daemon=True).start()
+        for gpu in self._gpus:
+            threading.Thread(target=make_context, args=(gpu,), name="holdfast-make-context", daemon=True).start()
         self._thread = threading.Thread(target=self._load, name="holdfast-load", daemon=True)
         self._thread.start()
 
@@ -139,8 +139,8 @@ class Loading:
             # This import takes seconds, so it is not at the top.
             import torch
 
-            if self._gpu is not None and torch.cuda.is_available():
-                threading.Thread(target=wake_gpu, args=(self._gpu,), name="holdfast-wake-gpu", daemon=True).start()
+            for gpu in self._gpus if torch.cuda.is_available() else ():
+                threading.Thread(target=wake_gpu, args=(gpu,), name="holdfast-wake-gpu", daemon=True).start()
             importlib.import_module(self._builder)
         except BaseException as error:
             self._errors.append(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ Schema = Mapping[str, Any] | bool
 
 ONE_LINE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is laid out unless a schema's `x-guidance` says otherwise: on one line, as Python's json.dumps does."""
+
+VALUES = {"const", "default", "enum", "examples", "x-guidance"}
+"""Keywords of a schema that hold values, not schemas."""
+SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+"""Keywords of a schema that hold schemas by name."""
 
 COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 """No whitespace between the parts of JSON."""
@@ -38,6 +44,26 @@ def laid_out(schema: Schema, *, lenient: bool = False, layout: Mapping[str, Any]
     return {**schema, "x-guidance": options | (dict(own) if isinstance(own, Mapping) else {})}
 
 
+def closed(schema: Any) -> Any:
+    """A schema in which every object that lists properties has no others, unless its schema says which."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in SCHEMAS and isinstance(value, Mapping):
+            inner[name] = {key: closed(each) for key, each in value.items()}
+        else:
+            inner[name] = value if name in VALUES else closed(value)
+    if isinstance(schema.get("properties"), Mapping) and not schema.keys() & {
+        "additionalProperties",
+        "patternProperties",
+    }:
+        inner["additionalProperties"] = False
+    return inner
+
+
 def spaced(pattern: str) -> dict[str, Any]:
     """The layout of JSON with text of this pattern, a regular expression, between its parts."""
     return COMPACT | {"whitespace_flexible": True, "whitespace_pattern": pattern}
@@ -46,6 +72,12 @@ def spaced(pattern: str) -> dict[str, Any]:
 def choice_grammar(texts: Sequence[str]) -> Grammar:
     """One of these texts."""
     return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+
+def regex_lexeme(expression: str) -> str:
+    """A regular expression as Lark writes it, between slashes."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression, flags=re.DOTALL)
+    return "/(" + escaped.replace("\n", r"\n") + ")/"
 
 
 def context_free_grammar(text: str) -> Grammar:

@@ -27,6 +27,8 @@ MASK_FUEL, MASK_ITEMS = 200_000, 10_000
 """Bound the work of one mask: of its regular expressions to about 20 ms, of its rules to about 200 ms at worst."""
 LEXER_STATES = 100_000
 """Most states of a grammar's lexer. They come as answers are written, and take 500 bytes each."""
+NOTHING_FOLLOWS = "NoExtensionBias"
+"""Reason of llguidance for a matcher that allows no token, such as one of a rule that always contains itself."""
 REASON_LENGTH = 1000
 """Most characters of llguidance's reason that are reported."""
 
@@ -122,6 +124,9 @@ def without_spares(tokenizer: str, vocab_size: int) -> str:
 
 def in_brief(reason: object) -> str:
     """A reason on one line, not too long. Its quotes of a grammar are cut, so that the limit after them is reported."""
-    text = re.sub(r"(\S{40})\S{40,}(\S{10})", r"\1…\2", re.sub(r"\s+", " ", str(reason)).strip())
+    text = re.sub(r"\s+", " ", str(reason)).strip()
+    if text.startswith(NOTHING_FOLLOWS):
+        return "no answer matches it: none can begin, or none can end"
+    text = re.sub(r"(\S{40})\S{40,}(\S{10})", r"\1…\2", text)
     half = REASON_LENGTH // 2
     return text if len(text) <= REASON_LENGTH else f"{text[:half]} … {text[-half:]}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.core.types import Grammar
-from holdfast.lm.grammar.dialects import laid_out
+from holdfast.lm.grammar.dialects import laid_out, regex_lexeme
 from holdfast.lm.grammar.quoted_lark import quoted_lark
 from holdfast.server.formats.custom import INPUT
 from holdfast.server.formats.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, NAMESPACE, START
@@ -79,8 +79,7 @@ class GrammarText:
             self.rules["answer"] = f"%json {given.text}"
             return "answer"
         if given.kind == "regex":
-            expression = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", given.text, flags=re.DOTALL)
-            self.rules["ANSWER"] = "/(" + expression.replace("\n", r"\n") + ")/"
+            self.rules["ANSWER"] = regex_lexeme(given.text)
             return "ANSWER"
         # Within braces, so that its names and what it ignores are its own.
         self.rules["answer"] = f"%lark {{\n{given.text}\n}}"

@@ -20,7 +20,7 @@ from holdfast.server.conversations.protocol import (
     event_bytes,
 )
 from holdfast.server.conversations.service import Responses
-from holdfast.server.embeddings import EmbeddingRequest, embed
+from holdfast.server.embeddings import VectorRequest, embed
 from holdfast.server.messages.protocol import MessagesRequest, TokensRequest
 from holdfast.server.messages.replies import MessageShape
 from holdfast.server.messages.replies import error_event as message_error
@@ -281,9 +281,9 @@ async def stream(
 def add_embedding_route(app: FastAPI, service: Service) -> None:
     """Add POST /v1/embeddings."""
 
-    @app.post("/v1/embeddings", openapi_extra=described(EmbeddingRequest))
+    @app.post("/v1/embeddings", openapi_extra=described(VectorRequest))
     async def embeddings(request: Request) -> Response:
         """One vector for each input, if the served model is made for embeddings."""
-        wanted = await read_request(request, service, EmbeddingRequest)
+        wanted = await read_request(request, service, VectorRequest)
         request.state.usage = usage = RequestUsage()
         return JSON(await while_connected(request.receive, embed(service, wanted, tenant_of(request), usage)))

@@ -20,7 +20,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import item_list
 from holdfast.server.conversations.store import not_found
 from holdfast.server.conversations.values import Item
-from holdfast.server.protocol import ApiError, Body, RequestBody, invalid, parse
+from holdfast.server.protocol import ApiError, Body, RequestBody, invalid, parse, read_object, typed, with_more
 from holdfast.server.replies import encode
 from holdfast.server.service import LARGE, Service
 
@@ -58,6 +58,14 @@ def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     if shared and any(name == VERSION.encode() for name, _ in scope["headers"]):
         return error.message_body()
     return error.body_for(path)
+
+
+class ReadBody(NamedTuple):
+    """A JSON body that was read before its route was known."""
+
+    fields: dict[str, Any]
+    size: int
+    """Number of bytes of the JSON."""
 
 
 class EventStream(StreamingResponse):
@@ -195,15 +203,38 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 async def read_parsed(
     request: Request, service: Service, shape: type[Body], more: Mapping[str, Any] | None = None
 ) -> Body:
-    """Read and parse the request's body, in a thread if it is large. `more` are fields besides. Raises ApiError."""
+    """Read and parse the request's body, in a thread if it is large. `more` are fields besides. Raises ApiError.
+
+    A body that `read_fields` has read is taken from there.
+    """
+    read: ReadBody | None = getattr(request.state, "read", None)
+    if read is not None:
+
+        def made() -> Body:
+            return typed(with_more(read.fields, shape, more), shape)
+
+        return made() if read.size < SMALL else await service.off_loop(read.size, made)
+    return await read_with(request, service, lambda body: parse(body, shape, more))
+
+
+async def read_fields(request: Request, service: Service) -> dict[str, Any]:
+    """Read the request's body as a JSON object, in a thread if it is large, for a route that is not known yet.
+
+    Raises ApiError.
+    """
+    fields, size = await read_with(request, service, lambda body: (read_object(body), len(body)))
+    request.state.read = ReadBody(fields, size)
+    return fields
+
+
+async def read_with(request: Request, service: Service, use: Callable[[bytes], T]) -> T:
+    """Read the request's body, and return what `use` makes of it, in a thread if it is large. Raises ApiError."""
     body, encoding = await read_body(request, service.config), encoding_of(request)
     if len(body) < SMALL and not encoding:
-        return parse(body, shape, more)
-
-    def parsed() -> Body:
-        return parse(decompress(body, encoding, service.config), shape, more)
-
-    return await service.off_loop(LARGE if encoding else len(body), parsed)
+        return use(body)
+    return await service.off_loop(
+        LARGE if encoding else len(body), lambda: use(decompress(body, encoding, service.config))
+    )
 
 
 async def read_decoded(request: Request, config: ServerConfig) -> bytes:

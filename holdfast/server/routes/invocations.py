@@ -7,12 +7,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
-from starlette.types import Message, Receive
 
-from holdfast.server.embeddings import EmbeddingRequest
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, read_object
-from holdfast.server.routes.http import SMALL, decompress, described, encoding_of, read_body
-from holdfast.server.service import LARGE, Service
+from holdfast.server.embeddings import VectorRequest
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
+from holdfast.server.routes.http import described, read_fields
+from holdfast.server.service import Service
 from holdfast.server.similarity import QUERIES, RerankRequest, ScoreRequest
 
 PATH = "/invocations"
@@ -25,7 +24,7 @@ ROUTES = {
 }
 """Route that answers a body, by the field that only bodies of that route have. The first field that is there counts."""
 
-BODIES = (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest)
+BODIES = (ChatRequest, CompletionRequest, VectorRequest, RerankRequest, ScoreRequest)
 JSON_TYPE = "application/json"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -42,15 +41,9 @@ def add_invocation_route(app: FastAPI, service: Service) -> None:
     @app.post(PATH, openapi_extra={"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": any_body()}}}})
     async def invocations(request: Request) -> Response:
         """A chat, a completion, embeddings, scores or a ranking, in the form of the route that the body is for."""
-        body, encoding = await read_body(request, service.config), encoding_of(request)
-
-        def target() -> str:
-            return route_of(read_object(decompress(body, encoding, service.config)))
-
-        small = len(body) < SMALL and not encoding
-        path = target() if small else await service.off_loop(LARGE if encoding else len(body), target)
+        path = route_of(await read_fields(request, service))
         request.scope["path"] = path  # From here on it is a request of that route: for errors, usage and metrics.
-        return await endpoints[path](Request(request.scope, replayed(body, request.receive)))
+        return await endpoints[path](request)
 
 
 def any_body() -> dict[str, Any]:
@@ -65,13 +58,3 @@ def route_of(fields: Collection[str]) -> str:
             return path
     reason = f"the body has none of the fields that say what it asks for: {', '.join(ROUTES)}"
     raise ApiError(reason, code="missing_required_parameter")
-
-
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a source of messages that gives a body once more, and then those of `receive`."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def next_message() -> Message:
-        return first.pop() if first else await receive()
-
-    return next_message

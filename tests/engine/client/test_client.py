@@ -379,9 +379,9 @@ async def test_a_failed_start_gives_its_reason_and_leaves_no_process(small, chec
         await EngineClient.start(small(model=str(tmp_path)))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (tmp_path / name).write_text((checkpoint / name).read_text())
-    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
-    with pytest.raises(EngineStartError, match="Mamba"):
-        await EngineClient.start(small(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    with pytest.raises(EngineStartError, match=r"config\.json has no 'hidden_size'"):
+        await EngineClient.start(small(model=str(tmp_path), executor="paged"))
     assert "Traceback" not in capfd.readouterr().err
     assert not list(room.glob("holdfast-*/engine"))
 

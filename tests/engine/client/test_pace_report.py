@@ -63,6 +63,7 @@ def test_a_process_that_sends_more_slowly_than_the_engine_says_nothing_once_it_i
 
 def test_steps_that_are_late_by_themselves_count_however_steady_the_way_is() -> None:
     assert waits_seen([0.040] * 101, [0.002] * 101) == (100, 100)
+    assert waits_seen([0.040] * 101, [0.002, *[0.012, 0.002] * 50]) == (100, 100)
 
 
 def test_tokens_of_an_engine_that_does_not_say_when_it_sent_them_all_count() -> None:
@@ -178,9 +179,21 @@ async def test_only_times_in_which_the_reader_waited_are_reported(peer, monkeypa
     assert await times_reported(peer, monkeypatch) == (4, 1)
 
 
+STALLED = (100.0, 100.001), (100.02, 100.021), (100.04, 100.07), (100.08, 100.081)
+BEHIND = (100.0, 100.04), (100.03, 100.07), (100.06, 100.1)
+LATE_STEP = (100.0, 100.01), (100.02, 100.03), (100.05, 100.06), (100.07, 100.08)
+
+
 @pytest.mark.parametrize("ahead", [0.0, 50.0])
-async def test_tokens_that_this_process_took_up_late_are_not_reported(peer, monkeypatch, ahead):
-    """Each token is sent 20 ms after the one before. The third one is taken up 30 ms later, the last one at once."""
+@pytest.mark.parametrize(
+    ("times", "reported"), [(STALLED, [(1, 0)] * 3), (BEHIND, [(1, 0)]), (LATE_STEP, [(1, 0), (1, 1), (1, 0), (1, 0)])]
+)
+async def test_tokens_that_this_process_took_up_late_are_not_reported(peer, monkeypatch, ahead, times, reported):
+    """`times` are those at which the engine sends a token, and at which this process takes it up.
+
+    The process stands still for 30 ms; or it takes up each token 40 ms late; or 10 ms, and one step takes 30 ms. The
+    last token of each case comes at once.
+    """
     now = [100.0]
     client = await start(peer, EngineConfig(tbt_target=25.0))
     client.ahead = ahead
@@ -188,7 +201,7 @@ async def test_tokens_that_this_process_took_up_late_are_not_reported(peer, monk
     monkeypatch.setattr("holdfast.engine.client.pace_report.REPORT_SECONDS", 0.0)
     reader = Reader(client, "r")
     await settle()
-    for sent_at, taken_at in ((100.0, 100.001), (100.02, 100.021), (100.04, 100.07), (100.08, 100.081)):
+    for sent_at, taken_at in times:
         now[0] = taken_at
         peer.give("r", sent_at=sent_at + ahead)
         await settle()
@@ -196,7 +209,7 @@ async def test_tokens_that_this_process_took_up_late_are_not_reported(peer, monk
     await asyncio.wait_for(reader.task, 60)
     await client.close()
     reports = [message for message in peer.sent if isinstance(message, TokenWaits)]
-    assert [(each.count, each.late) for each in reports] == [(1, 0)] * 3
+    assert [(each.count, each.late) for each in reports] == reported
 
 
 async def test_lines_of_batches_are_not_reported(peer, monkeypatch):

@@ -198,15 +198,19 @@ async def test_an_answer_goes_on_elsewhere_behind_its_tokens_which_count_once() 
 
 async def test_log_probabilities_of_a_prompt_that_were_given_before_an_end_are_not_given_again() -> None:
     stream = stream_of("abcdef", prompt_logprobs=1)
-    take(stream, output("", prompt_logprobs=logprobs(-1, -2)))
-    assert (await deltas(stream)).prompt_logprobs == logprobs(-1, -2)
+    take(stream, output("", prompt_logprobs=logprobs(-1, -2), prompt_ranks=(10, 20)))
+    first = await deltas(stream)
+    assert (first.prompt_logprobs, first.prompt_ranks) == (logprobs(-1, -2), (10, 20))
     stream.resume()
     assert stream.request.params.prompt_logprobs == 1 and stream.request.answered == 0
-    take(stream, output("", prompt_logprobs=logprobs(-1)), output("", prompt_logprobs=logprobs(-2, -3)))
-    assert (await deltas(stream)).prompt_logprobs == logprobs(-3)
+    older = output("", prompt_logprobs=logprobs(-1)), output("", prompt_logprobs=logprobs(-2, -3))
+    take(stream, *older)
+    second = await deltas(stream)
+    assert (second.prompt_logprobs, second.prompt_ranks) == (logprobs(-3), (0,)), "an older engine gives no ranks"
     stream.resume()
-    take(stream, output("x", prompt_logprobs=logprobs(-1, -2, -3, -4, -5)))
-    assert (await deltas(stream)).prompt_logprobs == logprobs(-4, -5)
+    take(stream, output("x", prompt_logprobs=logprobs(-1, -2, -3, -4, -5), prompt_ranks=(10, 20, 30, 40, 50)))
+    third = await deltas(stream)
+    assert (third.prompt_logprobs, third.prompt_ranks) == (logprobs(-4, -5), (40, 50))
 
 
 async def test_what_was_not_read_before_an_end_is_given_after_it() -> None:

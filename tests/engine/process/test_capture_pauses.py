@@ -68,7 +68,7 @@ class PaddedSteps:
 
 
 def serve(policy, steps=400, streams=10, steps_in_flight=2, every=40):
-    """Run streams without a pause, with a new prompt every so many steps. Returns the device, and gaps of streams."""
+    """Run streams without a pause, with a new prompt every `every` steps. Returns the device, and gaps of streams."""
     device = PaddedSteps()
     scheduler = Scheduler(policy, PagedKind(BlockPool(1024, 16)), max_sequences=16, max_model_len=1024, vocab_size=100)
     loop = Loop(
@@ -109,7 +109,7 @@ def test_a_server_without_a_lull_captures_the_sizes_that_its_steps_have():
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 def test_no_stream_gets_a_late_token_for_a_capture(steps_in_flight):
-    target = 0.020
+    target = 0.025
     device, gaps = serve(target_of(target), steps_in_flight=steps_in_flight)
     assert 10 in device.ready
     assert max(gaps) <= target
@@ -175,7 +175,7 @@ def test_a_pause_that_was_refused_leaves_the_next_step_its_time():
     assert scheduler.pause(0.001, 0.01) and not scheduler.pause(1.0, 0.01)
     scheduler.add(Request("prompt", tuple(range(64)), SamplingParams(max_tokens=1)))
     plan = scheduler.schedule(9.0)
-    assert plan is not None and plan.num_tokens > 1
+    assert plan is not None and plan.num_tokens == 65
 
 
 def test_while_steps_are_in_flight_few_of_them_ask_whether_there_may_be_a_pause():

@@ -141,7 +141,7 @@ class House:
         self.clients.send(
             messages.Outputs(
                 [*ended], [(at,) for at in range(count)], reasons, [0] * count, [0.0] * count, [0] * count,
-                [()] * count, [()] * count, [b""] * count, [(0, 0, 0)] * count, sent_at=7.5,
+                [()] * count, [()] * count, [b""] * count, [(0, 0, 0)] * count, [()] * count, sent_at=7.5,
             )
         )  # fmt: skip
 

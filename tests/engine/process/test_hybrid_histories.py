@@ -10,7 +10,7 @@ import torch
 from tests.checkpoints import make
 from tests.hybrid_engines import DiskHistory, play
 
-SEEDS = (0, 2, 3, 9)
+SEEDS = (0, 9)
 """Histories with preemption, and with snapshots that go to the host and come back."""
 
 

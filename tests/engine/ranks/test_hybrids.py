@@ -38,14 +38,14 @@ UNEVEN: dict[str, Any] = dict(
 
 
 @pytest.mark.always("1-2-*")
-@pytest.mark.parametrize(("tp", "pp", "seeds"), then_long(2, [(2, 1, (9,)), (1, 2, (13,)), (2, 2, (9,))]))
+@pytest.mark.parametrize(("tp", "pp", "seeds"), then_long(2, [(2, 1, (9,)), (1, 2, (9,)), (2, 2, (9,))]))
 def test_answers_of_random_histories_on_several_ranks_are_those_of_transformers(
     tmp_path: Path, tp: int, pp: int, seeds: tuple[int, ...]
 ) -> None:
     torch.set_num_threads(1)
     module, seen = make(tmp_path, "Qwen3_5Text", **PAIRS), Counter[str]()
     for seed in seeds:
-        seen += play(seed, module, tmp_path, 60, pairs=2, tp=tp, pp=pp)
+        seen += play(seed, module, tmp_path, 45, pairs=2, tp=tp, pp=pp)
     assert seen["suspensions"] > 0
     assert seen["snapshot_hits"] > 9
     assert seen["snapshots_swapped_in"] > 4

@@ -53,7 +53,7 @@ BLOCK = 4 * 2 * 16 * 2 * 16 * 4
 TIERS = {"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 60.5 * BLOCK / 1e9, "chunk_size": 16, "headroom": 0.0}
 """Tiers so small that running sequences are suspended to the host."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LONG = replace(GREEDY, max_tokens=45)
+LONG, SHORTER = (replace(GREEDY, max_tokens=count) for count in (45, 30))
 FILTERED = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=11, max_tokens=12, ignore_eos=True)
 ROWS = Grammar("regex", r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){20}')
@@ -193,11 +193,11 @@ def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_p
     talks = {f"talk-{number}": prompt_of(choose, 20) for number in range(7)}
     for turn in range(2):
         for name, tokens in talks.items():
-            engine.loop.add(Request(f"{name}-{turn}", tokens, LONG))
+            engine.loop.add(Request(f"{name}-{turn}", tokens, SHORTER))
         given = run_to_the_end(engine.loop)
         for name, tokens in talks.items():
             answer = given[f"{name}-{turn}"]
-            assert answer == alone(tokens, LONG)
+            assert answer == alone(tokens, SHORTER)
             talks[name] = (*tokens, *answer, *prompt_of(choose, 5))
         check_scheduler(engine.loop.planner)
     after = engine.loop.stats()
@@ -464,7 +464,7 @@ def test_the_host_tier_is_as_large_as_that_of_the_least_rank():
 
 
 def test_a_measured_profile_has_the_layout_its_links_and_the_shares_of_its_stages(make_engine):
-    engine = make_engine(tp=2, pp=2, tbt_target=50.0, token_budget="auto")
+    engine = make_engine(tp=2, pp=2, tbt_target=50.0, token_budget="auto", max_model_len=128, max_sequences=2)
     engine.loop.close()
     profile = CostProfile.load(Path(engine.info.profile_path))
     assert "tp-2-pp-2" in engine.info.profile_path

@@ -121,7 +121,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         Loaded(64, "a digest", 32),
         Measured(memory),
         Stepped((1, 2), 0.25),
-        Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()))])),
+        Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()), ((3,), ()))])),
         Stepped((1, 2), 0.25, parts=write_parts([GrammarResult((Forced(1, (5, 6)),))])),
         Stepped((1, 2), 0.25, counts=[2, 0]),
         Reported(7, write_parts([AdapterResult(6, ("a@1",))])),
@@ -134,7 +134,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
 def test_the_values_of_parts_arrive_as_they_were_sent():
     parts = (
         TrainingReport("job", 1, 2, "run", 3, 4, 0.5, loss=0.25),
-        PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
+        PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()), ((3,), ())),
         VectorResult((b"", b"state")),
         GrammarResult((Forced(1, (5, 6)),)),
         AdapterForgotten("a@1"),

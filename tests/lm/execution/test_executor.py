@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from holdfast.core.types import Grammar
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution.capture_queue import MARGIN, CaptureQueue, GraphSize
 from holdfast.lm.execution.cost_profile import measure_cost
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -55,6 +57,56 @@ def device(model: Model) -> Iterator[PagedDevice]:
 @pytest.fixture
 def executor(device: PagedDevice) -> PagedExecutor:
     return device.executor
+
+
+class Uncaptured:
+    """Graphs of one kind of steps, whose captures are noted."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        self.left, self._name, self._done = CaptureQueue(), name, done
+        self.left.captured(GraphSize("decode", 8), 0.010, 0.020)
+        self.left.add([GraphSize("decode", 4)])
+
+    def pad(self, steps: int, seconds: float) -> None:
+        for _ in range(steps):
+            missed = self.left.missed(GraphSize("decode", 4), GraphSize("decode", 8))
+            assert missed is not None
+            self.left.lost(missed, seconds)
+
+    def capture_next(self) -> bool:
+        if not self.left:
+            return False
+        self._done.append(self._name)
+        if self.left.rehearsed:
+            self.left.captured(self.left.next, 0.010, 0.020)
+        else:
+            self.left.rehearsed = self.left.next
+        return True
+
+
+def test_the_kind_of_steps_with_most_padding_is_captured_first_and_to_the_end(executor: PagedExecutor) -> None:
+    done: list[str] = []
+    plain, adapted = Uncaptured("plain", done), Uncaptured("adapted", done)
+    executor.memory = replace(executor.memory, graphs=(plain, adapted))  # type: ignore[arg-type]
+    assert executor.due == 0
+    plain.pad(1, 0.001)
+    adapted.pad(2, 1.0)
+    assert executor.due == MARGIN * 0.010
+    assert executor.prepare() and done == ["adapted"]
+    plain.pad(9, 1.0)
+    assert executor.due == MARGIN * 0.020, "what is rehearsed is captured next"
+    assert executor.prepare() and done == ["adapted"] * 2 and executor.due == MARGIN * 0.010
+    assert executor.prepare() and executor.prepare() and not executor.prepare()
+    assert done == ["adapted", "adapted", "plain", "plain"] and executor.due == 0
+
+
+def test_no_capture_is_due_while_the_host_tier_is_being_pinned(executor: PagedExecutor) -> None:
+    graphs, host = Uncaptured("plain", []), SimpleNamespace(ready=3, blocks=4, note_step=lambda: None)
+    executor.memory = replace(executor.memory, graphs=(graphs,), host=host)  # type: ignore[arg-type]
+    graphs.pad(9, 1.0)
+    assert executor.due == 0
+    host.ready = 4
+    assert executor.due > 0
 
 
 def prefill(row: int, sampling: Sampling, step: int = 0) -> StepPlan:

@@ -25,7 +25,7 @@ def test_links_between_ranks_are_timed_by_size(tp, pp):
         )  # fmt: skip
         return times, link  # messages that it has sent go on while it exists
 
-    times, _ = in_ranks(layout, timed)[0]
+    times, _ = in_ranks(layout, timed, gloo=True)[0]
     for found, there in ((times.all_reduce, tp > 1), (times.send, pp > 1)):
         assert (found is not None) == there
         if found is not None:

@@ -160,7 +160,7 @@ def test_streams_and_tokens_pass_three_stages_of_two_devices_in_order():
                 got.append(stream)
         return got if stage else [link.receive_tokens(2).tolist() for _ in range(steps)]
 
-    ranks = in_ranks(layout, work)
+    ranks = in_ranks(layout, work, gloo=True)
     for shard in range(2):
         assert ranks[shard] == [[step + 100 * shard] * 2 for step in range(steps)]
         for step, stream in enumerate(ranks[4 + shard]):

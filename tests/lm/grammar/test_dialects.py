@@ -11,6 +11,7 @@ from holdfast.lm.grammar.compiler import GrammarCompiler, GrammarError
 from holdfast.lm.grammar.dialects import (
     COMPACT,
     choice_grammar,
+    closed,
     context_free_grammar,
     schema_grammar,
     spaced,
@@ -54,6 +55,25 @@ def test_an_unknown_keyword_is_ignored_only_if_asked_for(compiler: GrammarCompil
     with pytest.raises(GrammarError, match="Unimplemented keys"):
         compiler.prepare(schema_grammar({**PAIR, "uniqueItems": True}))
     compiler.prepare(schema_grammar({**PAIR, "uniqueItems": True}, lenient=True))
+
+
+def test_a_closed_schema_has_no_other_properties_at_any_level_unless_it_says_which() -> None:
+    inner = {"properties": {"enum": {"type": "object", "properties": {}}}}
+    given = {
+        "properties": {"a": inner, "const": True},
+        "$defs": {"b": {"anyOf": [inner, {"type": "string", "enum": [{"properties": {}}]}]}},
+        "items": {"properties": {}, "additionalProperties": {"properties": {}}},
+        "not": {"properties": {}, "patternProperties": {"^x": {}}},
+    }
+    no_more = {"additionalProperties": False}
+    closed_inner = {"properties": {"enum": {"type": "object", "properties": {}, **no_more}}, **no_more}
+    assert closed(given) == {
+        "properties": {"a": closed_inner, "const": True},
+        "$defs": {"b": {"anyOf": [closed_inner, {"type": "string", "enum": [{"properties": {}}]}]}},
+        "items": {"properties": {}, "additionalProperties": {"properties": {}, **no_more}},
+        "not": {"properties": {}, "patternProperties": {"^x": {}}},
+        **no_more,
+    }
 
 
 def test_a_schema_that_allows_nothing_is_refused(compiler: GrammarCompiler) -> None:

@@ -173,3 +173,12 @@ def test_reports_of_clients_move_the_margin_of_a_pipeline_whose_steps_the_target
         return policy.correction.learned_margin
 
     assert learned(10) > FIRST_WAY > learned(0)
+
+
+def test_no_pause_empties_a_pipeline_with_streams():
+    scheduler = scheduler_of(with_target(50.0), stages=2)
+    assert scheduler.pause(10.0, 0.0)
+    scheduler.add(create_requests(20)[0])
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, answer(plan), 0.01)
+    assert not scheduler.pause(0.001, 0.01)

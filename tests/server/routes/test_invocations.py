@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeClient
+
+from holdfast.server import protocol
+from holdfast.server.routes import http as routes
 
 Http = Callable[..., httpx.AsyncClient]
 INVOCATIONS = "/invocations"
@@ -37,6 +41,43 @@ async def test_an_invocation_is_answered_as_on_the_route_of_its_body(http: Http,
 
     async with http() as api:
         assert lasting(await api.post(INVOCATIONS, json=body)) == lasting(await api.post(path, json=body))
+
+
+@pytest.mark.parametrize("text", ["a name", "x" * 40_000])
+async def test_the_json_of_an_invocation_is_read_once(http: Http, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    decoded: list[int] = []
+
+    def counted(body: bytes, what: str, param: str | None = None) -> None:
+        decoded.append(len(body))
+
+    monkeypatch.setattr(protocol, "check_items", counted)
+    body = json.dumps({"prompt": "hello", "max_tokens": 1, "user": text}).encode()
+    async with http() as api:
+        reply = await api.post(INVOCATIONS, content=body, headers={"content-type": "application/json"})
+    assert (reply.status_code, decoded) == (200, [len(body)])
+
+
+@pytest.mark.parametrize(("text", "aside"), [("a name", False), ("x" * 40_000, True)])
+async def test_a_large_invocation_is_converted_in_a_thread(
+    http: Http, monkeypatch: pytest.MonkeyPatch, text: str, aside: bool
+) -> None:
+    threads: list[int] = []
+
+    def noted(fields: Any, shape: Any) -> Any:
+        threads.append(threading.get_ident())
+        return protocol.typed(fields, shape)
+
+    monkeypatch.setattr(routes, "typed", noted)
+    async with http() as api:
+        reply = await api.post(INVOCATIONS, json={"prompt": "hello", "max_tokens": 1, "user": text})
+    assert reply.status_code == 200 and len(threads) == 1
+    assert (threads[0] != threading.get_ident()) == aside
+
+
+async def test_headers_of_an_invocation_give_fields_that_its_body_lacks(http: Http) -> None:
+    async with http() as api:
+        refused = await api.post(INVOCATIONS, json=CHAT, headers={"x-holdfast-ttft-ms": "0"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "ttft_ms"
 
 
 async def test_an_invocation_is_streamed_and_may_be_compressed(http: Http) -> None:

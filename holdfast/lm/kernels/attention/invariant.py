@@ -28,12 +28,10 @@ TILE_ROWS = 64
 tensor core may add up a tile of another height in another order."""
 LOW_ROWS, TALL_ROWS = 16, 128
 """Rows of a tile of decodes, and of one of longer segments, on Hopper, where heights were seen to add up alike."""
-LOW_WARPS = 4
-"""Warps of a tile of less than TILE_ROWS rows: they share its keys. Those of others have WARP_ROWS rows each."""
-LOW_REGISTERS = 168
-"""Registers of a thread of such a tile, with which three programs fit a processor."""
-WARP_ROWS = 16
-"""Rows of a warp where the number of warps depends on the rows, as tensor cores take them."""
+LOW_WARPS, WARP_ROWS = 4, 16
+"""Warps of a tile of less than TILE_ROWS rows, which share its keys, and rows of a warp of a higher tile."""
+MANY_PROGRAMS, MANY_LAUNCH = 4, {"STAGES": 2, "maxnreg": 128}
+"""Number of programs of low tiles for each processor above which they have these options, by which more run at once."""
 MOST_STAGES = 3
 """Steps whose keys and values are in flight at once, if the shared memory has room for them."""
 SPARE_BYTES = 1024
@@ -282,34 +280,42 @@ class InvariantAttention(PagedAttention):
             block_size=block_size,
         )
         self._part_keys, self._hopper = part_keys, _is_hopper(device)
-        self.specialised = False
         rows = max(TILE_ROWS, triton.next_power_of_2(self.group_size))
         # Float32 runs without tensor cores, and a large head's results take the registers of eight warps.
         fits = dtype.itemsize == 2 and self.block_d <= 128 and rows == TILE_ROWS
         self._warps_by_rows = fits and (self._hopper or device.type == "cpu")
         """Whether tiles have several heights, and warps by their rows."""
+        self.specialised = False
+        """Whether `prefill_kernel` computes tall tiles, for attention without a window or a cap."""
         low = max(LOW_ROWS, triton.next_power_of_2(self.group_size))
-        heights = ((low, TALL_ROWS), (rows, TALL_ROWS)) if self._warps_by_rows else ()
-        for narrow_m, wide_m in heights:
-            self.tiles = self._builder(narrow_m, wide_m)
-            if not self._hopper or self._compared(dtype):
+        for narrow_m in (low, rows) if self._warps_by_rows else ():
+            self.tiles = self._builder(narrow_m, TALL_ROWS)
+            if self._alike(dtype, f"tiles of {TALL_ROWS} rows"):
+                self.specialised = self.on_hopper
+                self.specialised = self.specialised and self._alike(dtype, "the kernel for prompts")
                 return
-            log.warning("holdfast: attention has other bits by tiles of %d rows than by those of %d. So deterministic "
-                        "steps take longer", wide_m, narrow_m)  # fmt: skip
         self.tiles = self._builder(rows, rows)
 
-    def _compared(self, dtype: torch.dtype) -> bool:
-        """`_heights_alike`, with kernels that are compiled once for all processes."""
+    def _alike(self, dtype: torch.dtype, name: str) -> bool:
+        """Whether tall tiles, computed as `name` says, have the bits of low ones. If not, a warning says so.
+
+        The kernels are compiled once for all processes.
+        """
+        if not self._hopper:  # the interpreter adds up all tiles alike
+            return True
         device = self.tiles.device
         if device.type == "cuda":
             # Imported here because it takes a GPU's driver. It compiles kernels in several processes.
             from holdfast.lm.kernels.compilation import compile_once
 
             sizes = self.num_kv_heads * self.group_size, self.num_kv_heads, self.head_dim, self.block_size
-            heights = self.tiles.narrow_m, self.tiles.wide_m
-            call = partial(self._heights_alike, dtype)
-            compile_once(call, "attention heights", __version__, dtype, *sizes, self._part_keys, *heights)
-        return self._heights_alike(dtype)
+            identity = dtype, *sizes, self._part_keys, self.tiles.narrow_m, self.specialised
+            compile_once(partial(self._heights_alike, dtype), "attention heights", __version__, *identity)
+        if self._heights_alike(dtype):
+            return True
+        log.warning("holdfast: attention has other bits by %s than by tiles of %d rows. So deterministic steps take "
+                    "longer", name, self.tiles.narrow_m)  # fmt: skip
+        return False
 
     def _builder(self, narrow_m: int, wide_m: int) -> DeviceTilesBuilder:
         return DeviceTilesBuilder(
@@ -365,35 +371,35 @@ class InvariantAttention(PagedAttention):
         specialised = self.specialised and not tiles.narrow and window is None and softcap is None
         if specialised and prefill_kernel.takes(query, key_cache):
             prefill_kernel.attend(
-                *tensors, num_processors=self.num_processors, scale=scale, window=None, softcap=None,
-                part=self._part_keys,
-            )  # fmt: skip
+                *tensors,
+                num_processors=self.num_processors,
+                scale=scale,
+                window=None,
+                softcap=None,
+                part_keys=self._part_keys,
+            )
         else:
-            self._attend_parts(tensors, tiles, sizes, scale, window, chunked, softcap)
+            attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
+                *launched(*tensors, scale=scale, window=window, softcap=softcap),
+                **sizes,
+                BLOCK_SIZE=self.block_size,
+                PART=self._part_keys,
+                HAS_SOFTCAP=softcap is not None,
+                HAS_WINDOW=window is not None,
+                CHUNKED=chunked,
+                **self.settings(tiles.block_m, len(query), exact=query.element_size() > 2),
+                # Long segments have a stream of their own, whose first kernel waits for an event.
+                **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
+            )
         if len(tiles.merges):
             join_parts_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
                 tiles.merges, sinks, *partials, out, *out.stride()[:2], **sizes, num_warps=1, **dependent
             )
 
-    def _attend_parts(self, tensors, tiles, sizes, scale, window, chunked, softcap) -> None:
-        query, dependent = tensors[0], dependent_launch_options(tensors[0].device)
-        attend_parts_kernel[(self.num_kv_heads, len(tiles.work))](
-            *launched(*tensors, scale=scale, window=window, softcap=softcap),
-            **sizes,
-            BLOCK_SIZE=self.block_size,
-            PART=self._part_keys,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_WINDOW=window is not None,
-            CHUNKED=chunked,
-            **self.settings(tiles.block_m, exact=query.element_size() > 2),
-            # Long segments have a stream of their own, whose first kernel waits for an event.
-            **(dependent if tiles.narrow else dict.fromkeys(dependent, False)),
-        )
+    def settings(self, block_m: int, tokens: int, *, exact: bool) -> dict[str, int]:
+        """Options of the kernel for tiles of this height in a step of `tokens`, which are float32 if `exact`.
 
-    def settings(self, block_m: int, *, exact: bool) -> dict[str, int]:
-        """Options of the kernel for tiles of this height, of float32 if they are `exact`. Only BLOCK_N decides bits.
-
-        Tuned on an H200 (benchmarks/kernels/attention_gpu.py).
+        Only BLOCK_N decides bits. Tuned on an H200 (benchmarks/kernels/attention_gpu.py).
         """
         block_n = 32 if self.block_d > 128 or exact else 64
         stages = 1 if exact else self._stages(block_m, block_n)
@@ -401,7 +407,8 @@ class InvariantAttention(PagedAttention):
             return dict(BLOCK_N=block_n, STAGES=stages, num_warps=8 if self.block_d > 64 or exact else 4)
         if block_m >= TILE_ROWS:
             return dict(BLOCK_N=block_n, STAGES=stages, num_warps=block_m // WARP_ROWS)
-        return dict(BLOCK_N=block_n, STAGES=stages, num_warps=LOW_WARPS, maxnreg=LOW_REGISTERS)
+        many = tokens * self.num_kv_heads > MANY_PROGRAMS * self.num_processors
+        return dict(BLOCK_N=block_n, STAGES=stages, num_warps=LOW_WARPS) | (MANY_LAUNCH if many else {})
 
     def _stages(self, block_m: int, block_n: int) -> int:
         """Stages of the loop over keys, for numbers of 16 bits. They do not change the bits."""

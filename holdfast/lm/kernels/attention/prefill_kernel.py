@@ -145,20 +145,20 @@ def _weigh(
 
 @gluon.jit
 def _by_fours(numbers):
-    """As `invariant.by_fours`."""
+    """Numbers [M, N] as [M, 2, N / 4, 2], as in `invariant.by_fours`."""
     return gl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 4, 2])
 
 
 @gluon.jit
 def _halved(numbers):
-    """As `invariant.halved`."""
+    """Sums [M, N / 2] of the numbers [M, N] that are half a row apart."""
     return gl.sum(gl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), 1)
 
 
 @gluon.jit
 def _weigh_apart(scores, top, totals, position, first, scale, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
                  LAYOUT: gl.constexpr):  # fmt: skip
-    """`_weigh` with the bits of `invariant.weigh_apart`, operation by operation."""
+    """One step of the online softmax by the operations of `invariant.weigh_apart`, which says what it returns."""
     unit = scale * 1.4426950408889634
     if MASKED:
         key = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
@@ -291,10 +291,12 @@ def _attend_steps(
 
 @gluon.jit
 def _store_partial(
-    result, log, partial_out, partial_log, tile, first_row, rows,
-    HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr, RESULT: gl.constexpr,
+    result, log, partial_out, partial_log, number, kv_head, first_row, rows,
+    WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+    RESULT: gl.constexpr,
 ):  # fmt: skip
-    """Store a warpgroup's result [64, D] and the logarithm of its sums [64] from row `tile` of the partial results on."""
+    """Store a warpgroup's result [64, D] and the logarithm of its sums [64] as those of a partial result."""
+    tile = (number.to(gl.int64) * NUM_KV_HEADS + kv_head) * 128 + WARPGROUP * 64
     place = tile + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     held = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT)) < rows
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
@@ -305,7 +307,7 @@ def _store_partial(
 
 @gluon.jit
 def _join(acc, top, total, result, log, RESULT: gl.constexpr):
-    """As `invariant.join`, operation by operation."""
+    """Join the next part of a context to the parts before it, by the operations of `invariant.join`."""
     new_top = gl.maximum(top, log)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
     fade, share = gl.exp2(top - base), gl.exp2(log - base)
@@ -365,7 +367,6 @@ def _attend(
                     sink_at = sinks + kv_head * GROUP_SIZE + own_row % GROUP_SIZE
                     top = gl.load(sink_at, mask=counted, other=float("-inf")).to(gl.float32) * 1.4426950408889634
                 total = gl.where(top == float("-inf"), 0.0, 1.0)
-                tile = ((partial - 1).to(gl.int64) * NUM_KV_HEADS + kv_head) * 128 + WARPGROUP * 64
                 if PART > 0:
                     acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
                     for part in range(gl.cdiv(stop_key - begin, PART)):
@@ -391,8 +392,8 @@ def _attend(
                         log = part_top + gl.log2(part_total)
                         if partial > 0:
                             _store_partial(
-                                result, log, partial_out, partial_log, tile + part * NUM_KV_HEADS * 128, first_row,
-                                rows, HEAD_DIM, LAYOUT, RESULT,
+                                result, log, partial_out, partial_log, partial - 1 + part, kv_head, first_row, rows,
+                                WARPGROUP, NUM_KV_HEADS, HEAD_DIM, LAYOUT, RESULT,
                             )  # fmt: skip
                         else:
                             acc, top, total = _join(acc, top, total, result, log, RESULT)
@@ -416,8 +417,8 @@ def _attend(
                     gl.store(out + at, wide, mask=(row < rows)[:, None])
                 elif PART == 0:
                     _store_partial(
-                        acc, top + gl.log2(total), partial_out, partial_log, tile, first_row, rows,
-                        HEAD_DIM, LAYOUT, RESULT,
+                        acc, top + gl.log2(total), partial_out, partial_log, partial - 1, kv_head, first_row, rows,
+                        WARPGROUP, NUM_KV_HEADS, HEAD_DIM, LAYOUT, RESULT,
                     )  # fmt: skip
 
 
@@ -519,16 +520,17 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-    part: int = 0,
+    part_keys: int = 0,
 ) -> None:
     """Compute the tiles of `work` [W, 8], each of BLOCK_M rows; the other arguments are `Attention.attend`'s.
 
-    With a `part`, parts of so many keys have the bits of `invariant.attend_parts_kernel`, without window and softcap.
+    `part_keys`: parts of this number of keys are joined in order, with the bits of `invariant.attend_parts_kernel`. It
+    goes with neither a window nor a softcap. 0: a context has no parts.
 
     Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `put_rows`.
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
-    block_n, stages = (FIXED_BLOCK_N, FIXED_STAGES) if part else (BLOCK_N, STAGES)
+    block_n, stages = (FIXED_BLOCK_N, FIXED_STAGES) if part_keys else (BLOCK_N, STAGES)
     cache_rows, width = num_blocks * block_size, num_kv_heads * head_dim
     maps = [
         TensorDescriptor(cache, [cache_rows, width], [width, 1], [min(block_size, block_n), PANEL], SWIZZLED)
@@ -549,7 +551,7 @@ def attend(
         *out.stride()[:2],
         block_tables.stride(0),
         cache_rows,
-        scale if part else LOG2_E * (scale if softcap is None else 2.0 * scale / softcap),
+        scale if part_keys else LOG2_E * (scale if softcap is None else 2.0 * scale / softcap),
         LOG2_E * (softcap or 0.0),
         window or 0,
         NUM_KV_HEADS=num_kv_heads,
@@ -561,7 +563,7 @@ def attend(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=window is not None,
         HAS_SINKS=sinks is not None,
-        PART=part,
+        PART=part_keys,
         num_warps=4,
         # Three warpgroups share 65,536 registers; the consumers then take registers from the producer.
         maxnreg=168,

@@ -44,6 +44,8 @@ COMPARED_ROWS = 257
 """Most rows of a comparison: two tiles of the largest height, and a row of a third."""
 COMPARED_OUTPUTS = 320
 """Most outputs of a comparison: a tile of the largest width, and a part of a second."""
+SMALL = 2.0**-20
+"""About the size of rounding errors of the sums that cancel in a comparison."""
 LARGEST_WEIGHT, LARGEST_OUTPUT = 1 << 30, 1 << 29
 """Most bytes of a weight, and of a product, for which the library is compared. That takes about four times as many."""
 
@@ -131,7 +133,8 @@ def rows_of_library(weights: Iterable[Weight], dtype: torch.dtype, gpu: Gpu, sli
 def _words(kind: LibraryKind) -> str:
     """The kind of product, in words."""
     cut = f" in parts of {kind.part}" if kind.parts > 1 else ""
-    return f"sums of {kind.inputs} inputs{cut} in {str(kind.dtype).removeprefix('torch.')}, {kind.outputs} outputs"
+    what = "added sums" if kind.added else "sums"
+    return f"{what} of {kind.inputs} inputs{cut} in {str(kind.dtype).removeprefix('torch.')}, {kind.outputs} outputs"
 
 
 def _kinds_of_library(
@@ -145,13 +148,15 @@ def _kinds_of_library(
     for number, order in enumerate(_orders(weight, dtype, gpu, slices)):
         apart = bool(number and slices)
         kind = LibraryKind(shape.outputs, shape.inputs, order.size, dtype, number > 0, apart)
-        item = torch.float32.itemsize if kind.wide else dtype.itemsize
-        most = LARGEST_OUTPUT // (shape.outputs * item * (kind.parts if apart else 1))
-        if kind.parts > 1 and not apart:
-            most = min(most, MOST_SUM_BYTES // (4 * shape.outputs))
-        rows = tuple(each for each in ROWS if each <= most and takes_library(each, weight, order, gpu))
-        if kind.fits and rows:
-            found[kind] = order, rows
+        in_place = [kind._replace(wide=False, added=True)] if kind.wide and kind.parts == 1 and not slices else []
+        for each in (kind, *in_place):
+            item = torch.float32.itemsize if each.wide else dtype.itemsize
+            most = LARGEST_OUTPUT // (shape.outputs * item * (each.parts if apart else 1))
+            if each.parts > 1 and not apart:
+                most = min(most, MOST_SUM_BYTES // (4 * shape.outputs))
+            rows = tuple(count for count in ROWS if count <= most and takes_library(count, weight, order, gpu))
+            if each.fits and rows:
+                found[each] = order, rows
     return found
 
 
@@ -172,21 +177,33 @@ def _differing_in_library(
         one, other = slice(begin, begin + half), slice(begin + half, begin + 2 * half)
         weight[:, other] = weight[:, one]
         x[1::2, other] = -x[1::2, one]
-    wanted = _own_sums(kind, order, x, weight, gpu)
+    out = _room_for_sums(kind, x)
+    wanted = _own_sums(kind, order, x, weight, out.clone(), gpu)
     differing = []
     for count in rows:
-        found = torch.empty_like(wanted[..., :count, :], memory_format=torch.contiguous_format)
-        multiply(x[:count], weight, found, kind.part)
+        found = out[..., :count, :].clone(memory_format=torch.contiguous_format)
+        multiply(x[:count], weight, found, kind.part, added=kind.added)
         if not torch.equal(found, wanted[..., :count, :]):
             differing.append(count)
     return tuple(differing)
 
 
-def _own_sums(kind: LibraryKind, order: SumOrder, x: torch.Tensor, weight: torch.Tensor, gpu: Gpu) -> torch.Tensor:
-    """The product by this project's kernels, as `multiply` writes it."""
-    sizes = (order.parts,) if kind.apart else ()
-    out = x.new_empty(*sizes, len(x), kind.outputs, dtype=torch.float32 if kind.wide else kind.dtype)
-    run(x, weight, None, out, order, launch_of(x, weight, order, gpu, apart=kind.apart), apart=kind.apart)
+def _room_for_sums(kind: LibraryKind, x: torch.Tensor) -> torch.Tensor:
+    """Memory for a product, as `multiply` writes it. If sums are added to it, it has numbers of their size."""
+    if kind.added:
+        stream = _random(len(x), kind.outputs, dtype=kind.dtype, device=x.device)
+        stream[1::2] *= SMALL
+        return stream
+    sizes = (kind.parts,) if kind.apart else ()
+    return x.new_empty(*sizes, len(x), kind.outputs, dtype=torch.float32 if kind.wide else kind.dtype)
+
+
+def _own_sums(
+    kind: LibraryKind, order: SumOrder, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gpu: Gpu
+) -> torch.Tensor:
+    """The product by this project's kernels, written to out as by `multiply`."""
+    launch = launch_of(x, weight, order, gpu, apart=kind.apart)
+    run(x, weight, None, out, order, launch, apart=kind.apart, added=kind.added)
     return out
 
 
@@ -215,7 +232,8 @@ def _launch_all(shapes: Iterable[Shape], *, dtype: torch.dtype, device: torch.de
         list(_results(shape, dtype, device, gpu, slices))
         for kind, (order, rows) in _kinds_of_library(shape, dtype, gpu, slices).items():
             weight = torch.empty(kind.outputs, kind.inputs, dtype=dtype, device=device)
-            _own_sums(kind, order, weight.new_empty(rows[-1], kind.inputs), weight, gpu)
+            x = weight.new_empty(rows[-1], kind.inputs)
+            _own_sums(kind, order, x, weight, _room_for_sums(kind, x), gpu)
 
 
 @cache

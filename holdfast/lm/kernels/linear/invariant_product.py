@@ -43,8 +43,11 @@ LEAST_STEP = 16
 """Fewest inputs of a tensor core's tile."""
 PLAIN_UNIT, PLAIN_PART, LEAST_PLAIN_PART = 128, 8192, 512
 """For plain weights of 16 bits, inputs of which a part has a multiple, and the most and fewest of a part."""
-PLAIN_OUTPUTS, PLAIN_PROGRAMS = 64, 128
-"""Outputs of a program with few tokens, and the number of programs that fill a device: they decide how sums are cut."""
+LONG_PART = 2560
+"""Fewest inputs of a part where LEAST_PROGRAMS have work. With shorter ones, prompts lose more than few tokens gain."""
+PLAIN_OUTPUTS, PLAIN_PROGRAMS, LEAST_PROGRAMS = 64, 128, 32
+"""Outputs of a program with few tokens, and the numbers of programs that fill a device, and that nearly keep its pace.
+They decide how sums are cut."""
 LARGE_SHARE = 1.5
 """Number of programs for each processor from which tiles of twice as many outputs are faster."""
 FEW_ROWS = 64
@@ -118,8 +121,10 @@ def order_of(weight: Multiplied, dtype: torch.dtype, gpu: Gpu, *, added: bool = 
         return _order_of_packed(outputs, inputs, dtype)
     parts = 1
     if added:
-        wanted = max(round(PLAIN_PROGRAMS / triton.cdiv(outputs, PLAIN_OUTPUTS)), triton.cdiv(inputs, PLAIN_PART))
-        parts = max(1, min(MOST_PARTS, wanted, inputs // LEAST_PLAIN_PART))
+        programs = triton.cdiv(outputs, PLAIN_OUTPUTS)
+        wanted = max(round(PLAIN_PROGRAMS / programs), triton.cdiv(inputs, PLAIN_PART))
+        most = max(inputs // LONG_PART, triton.cdiv(LEAST_PROGRAMS, programs))
+        parts = max(1, min(MOST_PARTS, wanted, most, inputs // LEAST_PLAIN_PART))
     size = triton.cdiv(triton.cdiv(inputs, PLAIN_UNIT), parts) * PLAIN_UNIT
     return SumOrder(64, size, triton.cdiv(inputs, size))
 
@@ -324,7 +329,7 @@ def partial_products(x: torch.Tensor, weight: Multiplied, *, gpu: Gpu, order: Su
 def add_product(
     stream: torch.Tensor, x: torch.Tensor, weight: Multiplied, bias: torch.Tensor | None, *, gpu: Gpu
 ) -> bool:
-    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to the stream [T, N] in place, if one tile can.
+    """Add x [T, K] times weight [N, K] transposed, plus bias [N], to the stream [T, N] in place, if one kernel can.
 
     Returns False, and does nothing, where another kernel computes `partial_products`. The bits are those of adding
     their sum and the bias to the stream in float32, in this order, and rounding once.
@@ -334,6 +339,12 @@ def add_product(
     if not stream.numel() or not stream.is_contiguous() or cuts(x, weight, gpu, order):
         return False
     launch = launch_of(x, weight, order, gpu, apart=False)
+    pieces = _by_library(x, weight, bias, stream, order, gpu, apart=False, added=True)
+    for rows in pieces:
+        assert isinstance(weight, torch.Tensor)
+        multiply(x[rows], weight, stream[rows], order.size, added=True)
+    if pieces:
+        return True
     sums = stream.new_empty(0, dtype=torch.float32)
     if isinstance(launch, SkinnyLaunch) or _by_library(x, weight, None, sums, order, gpu, apart=False):
         return False
@@ -381,6 +392,7 @@ def _by_library(
     gpu: Gpu,
     *,
     apart: bool,
+    added: bool = False,
 ) -> list[slice]:
     """The ranges of rows that the library computes one after the other; empty if it does not compute the product.
 
@@ -389,7 +401,7 @@ def _by_library(
     if bias is not None or not is_plain(weight, x.dtype, gpu) or not takes_library(len(x), weight, order, gpu):
         return []
     assert isinstance(weight, torch.Tensor)
-    return library_pieces(x, weight, out, order.size, apart, gpu.equal_rows)
+    return library_pieces(x, weight, out, order.size, apart, gpu.equal_rows, added)
 
 
 def takes_library(rows: int, weight: Multiplied, order: SumOrder, gpu: Gpu) -> bool:
@@ -440,6 +452,8 @@ def skinny_launch(x: torch.Tensor, weight: Multiplied, order: SumOrder, gpu: Gpu
         programs = triton.cdiv(outputs, FEW_TOKENS.block_n) * order.parts
         launch = FEW_TOKENS if programs <= PLAIN_PROGRAMS else MORE_TOKENS_CUT
     launch = replace(launch, parts=order.parts)
+    if launch.part_length(inputs) != order.size:  # parts have whole steps of PLAIN_UNIT inputs, but perhaps not its own
+        launch = replace(FEW_TOKENS, parts=order.parts)
     return launch if order.parts == 1 or launch.part_length(inputs) == order.size else None
 
 
@@ -466,6 +480,8 @@ def tile_for(rows: int, weight: Multiplied, dtype: torch.dtype, *, gpu: Gpu, par
 
     if rows <= BLOCK_M or programs(small) <= processors:
         return replace(small, num_stages=6) if programs(small) <= processors else small
+    if parts > 1 and programs(small) <= 2 * processors:  # two of them fit a processor
+        return small
     middle, large = Tile(2 * BLOCK_M, BLOCK_N, 8, 4), Tile(2 * BLOCK_M, 2 * BLOCK_N, 8, 4)
     return large if programs(large) >= LARGE_SHARE * processors else middle
 

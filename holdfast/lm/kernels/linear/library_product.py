@@ -47,6 +47,8 @@ class LibraryKind(NamedTuple):
     """Whether sums are written in float32; else in `dtype`. Sums of several parts are."""
     apart: bool
     """Whether each part of a sum is written; else their sum."""
+    added: bool = False
+    """Whether sums are added to numbers of type `dtype`, and rounded once. Such sums have one part."""
 
     @property
     def parts(self) -> int:
@@ -65,20 +67,28 @@ EqualRows = Mapping[LibraryKind, tuple[int, ...]]
 
 
 def library_pieces(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, part: int, apart: bool, equal: EqualRows
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    part: int,
+    apart: bool,
+    equal: EqualRows,
+    added: bool = False,
 ) -> list[slice]:
     """The ranges of rows of x [T, K] times weight [N, K] that the library computes one after the other; else none.
 
-    See `multiply` for the other arguments.
+    See `multiply` for the other arguments. With `added`, no row is in two ranges.
     """
     outputs, inputs = weight.shape
-    kind = LibraryKind(outputs, inputs, part, x.dtype, out.dtype == torch.float32, apart)
+    kind = LibraryKind(outputs, inputs, part, x.dtype, out.dtype == torch.float32, apart, added)
     rows = equal.get(kind)
     if rows is None or weight.dtype != x.dtype or not (x.is_contiguous() and weight.is_contiguous()):
         return []
     if (x.data_ptr() | weight.data_ptr() | out.data_ptr()) % ALIGNED:
         return []
-    return pieces_of(len(x), rows)
+    pieces = pieces_of(len(x), rows)
+    repeated = sum(each.stop - each.start for each in pieces) > len(x)
+    return [] if added and repeated else pieces
 
 
 def pieces_of(count: int, sizes: Sequence[int]) -> list[slice]:
@@ -106,13 +116,17 @@ def pieces_of(count: int, sizes: Sequence[int]) -> list[slice]:
     return found if repeated <= MOST_REPEATED * count and len(found) <= most else []
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, part: int) -> None:
+def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, part: int, *, added: bool = False) -> None:
     """Write x [T, K] times weight [N, K] transposed to out, by the library, with sums cut into parts of `part` inputs.
 
     out [parts, T, N] float32 gets each part, out [T, N] the sum of all, one part after the other. It has the type of x,
-    or float32, which it must have if there are several parts.
+    or float32, which it must have if there are several parts. With `added`, out [T, N], of the type of x, gets the sum
+    of what it holds and one part, rounded once.
     """
     turned = weight.t()
+    if added:
+        torch.addmm(out, x, turned, out=out)
+        return
     for number, begin in enumerate(range(0, x.shape[1], part)):
         own = x[:, begin : begin + part], turned[begin : begin + part]
         to = out[number] if out.dim() == 3 else out

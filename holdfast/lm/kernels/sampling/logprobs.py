@@ -26,13 +26,17 @@ class Logprobs(NamedTuple):
     top: torch.Tensor  # [T, K] float32
     """The log probabilities of the K most probable tokens of each row, in descending order."""
     top_ids: torch.Tensor  # [T, K] int64
+    rank: torch.Tensor | None = None  # [T] int64
+    """Number of tokens at each place that are at least as probable as its token, which counts itself. None if it was
+    not asked for."""
 
     def on_host(self) -> Logprobs:
         """A copy in pinned memory of the host. It is complete once the work on the current stream is done."""
         if self.own.device.type == "cpu":
             return self
-        pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in self]
-        return Logprobs(*[into.copy_(each, non_blocking=True) for into, each in zip(pinned, self, strict=True)])
+        given = [each for each in self if each is not None]
+        pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in given]
+        return Logprobs(*[into.copy_(each, non_blocking=True) for into, each in zip(pinned, given, strict=True)])
 
     def of_rows(self, wanted: Sequence[int | None]) -> tuple[TokenLogprobs | None, ...]:
         """The records of the sampled tokens; None for a token whose entry in `wanted` is None.
@@ -50,15 +54,21 @@ class Logprobs(NamedTuple):
 
 
 def log_probabilities(
-    logits: torch.Tensor, tokens: torch.Tensor, most: int, named: torch.Tensor | None = None, *, alone: bool = False
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    most: int,
+    named: torch.Tensor | None = None,
+    *,
+    alone: bool = False,
+    ranked: bool = False,
 ) -> Logprobs:
     """The log probabilities of tokens [T] int64 after logits [T, V], and of the `most` most probable ones.
 
-    After these come those of the tokens `named` [T, N] int64. Sums are float32. With `alone`, a row's bits do not
-    depend on the other rows. Does not wait for the device.
+    After these come those of the tokens `named` [T, N] int64. With `ranked`, the result has the rank of each token.
+    Sums are float32. With `alone`, a row's bits do not depend on the other rows. Does not wait for the device.
     """
     most = min(most, logits.shape[-1])
-    own, top, ids = [], [], []
+    own, top, ids, rank = [], [], [], []
     rows = max(1, NUMBERS_AT_ONCE // logits.shape[-1])
     if named is None:
         named = tokens.new_empty(len(tokens), 0)
@@ -69,7 +79,9 @@ def log_probabilities(
         best = (ranks(normal) if alone else normal).topk(most, dim=-1).indices
         top.append(torch.cat((normal.gather(1, best), normal.gather(1, others)), 1))
         ids.append(torch.cat((best, others), 1))
-    return Logprobs(torch.cat(own), torch.cat(top), torch.cat(ids))
+        if ranked:
+            rank.append((normal >= own[-1][:, None]).sum(-1))
+    return Logprobs(torch.cat(own), torch.cat(top), torch.cat(ids), torch.cat(rank) if ranked else None)
 
 
 def ranks(numbers: torch.Tensor) -> torch.Tensor:

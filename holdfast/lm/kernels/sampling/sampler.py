@@ -208,14 +208,14 @@ class Sampler:
             return Drawn(gathered)
         found = self._all_logprobs(whole, tokens[: len(rows)], count, wishes.most, group)
         at = upload(wishes.reported, logits.device)
-        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found]))
+        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found if part is not None]))
 
     def tell_targets(
         self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int, named: torch.Tensor
     ) -> Logprobs:
-        """Log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest tokens.
+        """Log probabilities of targets [T] int64 after hidden states [T, hidden], with the rank of each target.
 
-        After these come those of the tokens `named` [T, N] int64.
+        They include those of the `most` likeliest tokens. After these come those of the tokens `named` [T, N] int64.
 
         `logits` computes the logits [R, V], or [R, V_own] in a group, of some of the hidden states, so that few exist
         at a time. Nothing waits for the device.
@@ -225,15 +225,16 @@ class Sampler:
         parts = [
             self._some_logprobs(logits(some), chosen, most, others) for some, chosen, others in zip(*split, strict=True)
         ]
-        return Logprobs(*[torch.cat(column) for column in zip(*parts, strict=True)])
+        columns = [[each for each in column if each is not None] for column in zip(*parts, strict=True)]
+        return Logprobs(*[torch.cat(column) for column in columns])
 
     def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int, named: torch.Tensor) -> Logprobs:
         group = self._group
         if group is None:
-            return log_probabilities(logits, targets, most, named, alone=self._alone)
+            return log_probabilities(logits, targets, most, named, alone=self._alone, ranked=True)
         whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
         own = slice(rows.start, rows.stop)
-        return self._all_logprobs(whole, targets[own], len(logits), most, group, named[own])
+        return self._all_logprobs(whole, targets[own], len(logits), most, group, named[own], ranked=True)
 
     def _all_logprobs(
         self,
@@ -243,20 +244,25 @@ class Sampler:
         most: int,
         group: Group,
         named: torch.Tensor | None = None,
+        *,
+        ranked: bool = False,
     ) -> Logprobs:
         """The log probabilities of all `count` rows. This device has whole logits and tokens only for its own rows."""
         likeliest, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
         most = likeliest + (0 if named is None else named.shape[1])
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
-        ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)
+        ids = torch.zeros(share, most + ranked, dtype=torch.int64, device=whole.device)
         if own:
-            part = log_probabilities(whole, tokens, likeliest, named, alone=self._alone)
+            part = log_probabilities(whole, tokens, likeliest, named, alone=self._alone, ranked=ranked)
             numbers[:own, 0] = part.own
             numbers[:own, 1:] = part.top
-            ids[:own] = part.top_ids
+            ids[:own, :most] = part.top_ids
+            if part.rank is not None:
+                ids[:own, most] = part.rank
         numbers = group.gather(numbers.flatten()).view(-1, 1 + most)[:count]
-        ids = group.gather(ids.flatten()).view(-1, most)[:count] if most else ids.new_zeros(count, 0)
-        return Logprobs(numbers[:, 0], numbers[:, 1:], ids)
+        width = ids.shape[1]
+        ids = group.gather(ids.flatten()).view(-1, width)[:count] if width else ids.new_zeros(count, 0)
+        return Logprobs(numbers[:, 0], numbers[:, 1:], ids[:, :most], ids[:, most] if ranked else None)
 
 
 def sample_sharded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class FoundLogprobs:
         return FoundLogprobs(self.reports, self.logprobs.on_host())
 
     def result(self) -> PromptResult:
-        return PromptResult(records_of(self.logprobs, self.reports))
+        return PromptResult(records_of(self.logprobs, self.reports), ranks_of(self.logprobs, self.reports))
 
 
 class PromptExecutor(PartExecutor):
@@ -99,6 +99,13 @@ def records_of(logprobs: Logprobs, reports: Sequence[PromptReport]) -> tuple[tup
     first = logprobs.top.shape[1] - max(each.most_named for each in reports)  # of the columns with named tokens
     records = iter(logprobs.records([logprobs.top.shape[1] for each in reports for _ in each.targets]))
     return tuple(tuple(_records(records, each, first)) for each in reports)
+
+
+def ranks_of(logprobs: Logprobs, reports: Sequence[PromptReport]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of the targets of each of the `reports`, once they are on the host."""
+    assert logprobs.rank is not None, "log probabilities of prompts have ranks"
+    ranks = iter(logprobs.rank.tolist())
+    return tuple(tuple(islice(ranks, len(each.targets))) for each in reports)
 
 
 def _records(records: Iterator[TokenLogprobs], report: PromptReport, first: int) -> Iterator[TokenLogprobs]:

@@ -52,11 +52,13 @@ class PromptPart(Part):
 
     def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
         entries = self._in_flight.pop(plan.step, [])
-        logprobs = result.part(PromptResult).logprobs
-        if len(logprobs) != len(entries):
+        found = result.part(PromptResult)
+        logprobs, ranks = found.logprobs, found.ranks
+        if not len(logprobs) == len(ranks) == len(entries):
             raise RuntimeError(f"step {plan.step} reports {len(entries)} prompts; got {len(logprobs)}")
         if entries:
             outputs.add("prompt_logprobs", dict(zip(entries, logprobs, strict=True)))
+            outputs.add("prompt_ranks", dict(zip(entries, ranks, strict=True)))
 
     def _report(self, entry: Entry, index: int, start: int, stop: int) -> PromptReport:
         """The report of this segment, [start, stop): the tokens of the prompt that no earlier plan has reported."""

@@ -44,3 +44,5 @@ class PromptResult(PartResult):
 
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """For each of the plan's `reports`, the records of its targets."""
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """For each of the plan's `reports`, the ranks of its targets: 1 for the most probable token of its place."""

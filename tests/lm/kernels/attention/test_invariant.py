@@ -140,10 +140,41 @@ def test_heights_of_tiles_are_compared_before_several_are_taken(
     unlike = tall
     assert heights(make_attention(batch, 4)) == (rows, rows)
     assert caplog.messages == [
-        f"holdfast: attention has other bits by tiles of {tall} rows than by those of {other}. So deterministic steps "
-        "take longer"
+        f"holdfast: attention has other bits by tiles of {tall} rows than by tiles of {other} rows. So deterministic "
+        "steps take longer"
         for other in (low, low, rows)
     ]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_long_segments_take_the_kernel_for_prompts_if_its_bits_are_those_of_low_tiles(
+    alike: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = [(0, 150, 350), (1, 199, 200)]
+    batch = make_batch(segments, heads=4, kv_heads=2, block_size=16, dtype=torch.float16, device="cpu")
+    given: list[dict[str, Any]] = []
+    work = Launches("BLOCK_M")
+    monkeypatch.setattr(module, "attend_parts_kernel", work)
+    monkeypatch.setattr(module, "join_parts_kernel", Launches())
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "shared_bytes", lambda device: 227 << 10)
+    monkeypatch.setattr(module.prefill_kernel, "supports", lambda device, **sizes: True)
+    monkeypatch.setattr(module.prefill_kernel, "attend", lambda *tensors, **options: given.append(options))
+    monkeypatch.setattr(InvariantAttention, "_heights_alike", lambda self, dtype: alike or not self.specialised)
+    attention = make_attention(batch, 4)
+    assert heights(attention) == (module.LOW_ROWS, module.TALL_ROWS) and attention.specialised == alike
+    assert [message for message in caplog.messages if "the kernel for prompts than" in message] == caplog.messages
+    assert len(caplog.messages) == (not alike)
+    metadata = attention.make_metadata(batch.segments)
+    tensors = batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata
+    both = [(module.TALL_ROWS,), (module.LOW_ROWS,)]
+    attention.attend(*tensors, scale=0.25)
+    assert work.options == (both[1:] if alike else both)
+    assert [each["part_keys"] for each in given] == [64] * alike
+    for options in ({"window": 40}, {"softcap": 3.0}):  # that kernel has neither in this order
+        work.options.clear()
+        attention.attend(*tensors, scale=0.25, **options)
+        assert work.options == both and len(given) == alike
 
 
 def heights(attention: InvariantAttention) -> tuple[int, int]:
@@ -231,7 +262,7 @@ def test_partial_results_of_tall_tiles_take_no_more_memory(monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 30.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 30.0}, {"sinks": True}])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_compiled_attention_gives_decodes_the_bits_of_prompts(
     dtype: torch.dtype, options: dict[str, Any], head_dim: int
@@ -239,9 +270,13 @@ def test_compiled_attention_gives_decodes_the_bits_of_prompts(
     spans = [(0, 0, 2500), (1, 3000, 3300), (2, 0, 1)]
     batch = make_batch(spans, heads=16, kv_heads=4, head_dim=head_dim, dtype=dtype, device="cuda")
     options = {"scale": head_dim**-0.5, **options}
-    tiles = make_attention(batch, 132).tiles
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-1, 2, 16, device="cuda")
+    attention = make_attention(batch, 132)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert (tiles.wide_m > tiles.narrow_m) == (dtype != torch.float32 and head_dim <= 128)
+        several = dtype != torch.float32 and head_dim <= 128
+        assert heights(attention) == ((module.LOW_ROWS, module.TALL_ROWS) if several else (module.TILE_ROWS,) * 2)
+        assert attention.specialised == several
     whole = attend(batch, 132, **options)
     expected = oracle(batch, **options)
     assert (whole.double().cpu() - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.collectives.protocol import halves, own_rows
 from holdfast.lm.kernels.collectives.torch_group import HALVED_ROWS, TorchGroup
-from tests.ranks import in_group
+from tests import ranks
 
+in_group = partial(ranks.in_group, gloo=True)
 SIZES = pytest.mark.parametrize("size", [2, 3])
 
 

@@ -52,7 +52,7 @@ def ways_of(outputs: int, inputs: int, *, slices: int = 0) -> list[dict[Way, lis
 
 
 def test_every_kernel_that_may_read_a_weight_is_compared_at_the_ends_of_its_range() -> None:
-    plain, added = ways_of(4096, 14336)
+    plain, added = ways_of(4096, 40_960)
     large, middle, deep = Tile(128, 256, 8, 4), Tile(128, 128, 8, 4), Tile(64, 128, 4, 6)
     assert {way.launch for way in plain} == {FEW_TOKENS_DEEP, deep, middle, large}
     assert {way.height for way in plain if way.launch == FEW_TOKENS_DEEP} == {16, 32, 64}

@@ -31,6 +31,7 @@ from holdfast.lm.kernels.linear.library_product import (
     MOST_REPEATED,
     ROWS,
     LibraryKind,
+    library_pieces,
     multiply,
     pieces_of,
 )
@@ -52,7 +53,7 @@ class Library:
         self.addmm(torch.zeros_like(out), x, weight, out=out, out_dtype=out_dtype)
 
     def addmm(
-        self, to: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, out_dtype: Any
+        self, to: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, out_dtype: Any = None
     ) -> None:
         assert out_dtype in (None, out.dtype)
         self.rows.append(len(x))
@@ -165,13 +166,16 @@ def test_another_order_shows_in_each_row_of_a_comparison_though_sums_are_rounded
 
     differing: list[float] = []
 
-    def halves(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, part: int) -> None:
+    def own(kind: LibraryKind, order: SumOrder, x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+        return in_order(x, weight).to(kind.dtype)
+
+    def halves(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, part: int, added: bool) -> None:
         out.copy_(in_order(x[:, :40], weight[:, :40]) + in_order(x[:, 40:], weight[:, 40:]))
         whole = in_order(x, weight).to(out.dtype)
         differing.extend((out != whole)[rows].float().mean().item() for rows in (slice(0, None, 2), slice(1, None, 2)))
 
     kind, gpu = LibraryKind(16, 128, 128, torch.bfloat16, False, False), Gpu(4, alike=True)
-    monkeypatch.setattr(equal_sums, "_own_sums", lambda kind, order, x, weight, gpu: in_order(x, weight).to(kind.dtype))
+    monkeypatch.setattr(equal_sums, "_own_sums", own)
     monkeypatch.setattr(equal_sums, "multiply", halves)
     equal_sums._differing_in_library.cache_clear()
     given = kind, SumOrder(64, 128, 1), (8, 12), torch.device("cpu"), gpu
@@ -197,9 +201,14 @@ def test_weights_that_the_library_may_read_otherwise_are_not_compared() -> None:
     def kinds(outputs: int, inputs: int, *, by_rows: bool = True, slices: int = 0) -> dict[LibraryKind, Any]:
         return equal_sums._kinds_of_library(equal_sums.Shape(outputs, inputs, by_rows), torch.bfloat16, gpu, slices)
 
-    assert [kind.parts for kind in kinds(4096, 4096)] == [1, 2]
+    assert [(kind.parts, kind.wide, kind.added) for kind in kinds(4096, 14_336)] == [
+        (1, False, False),
+        (2, True, False),
+    ]
+    in_place = [(1, False, False), (1, True, False), (1, False, True)]
+    assert [(kind.parts, kind.wide, kind.added) for kind in kinds(4096, 4096)] == in_place
     assert kinds(6144, 4096, by_rows=False) == kinds(100, 4096) == kinds(6144, 4100) == kinds(1 << 18, 4096) == {}
-    assert [kind.parts for kind in kinds(2048, 2048)] == [1], "parts of 512 inputs are too short"
+    assert [kind.parts for kind in kinds(1024, 2048)] == [1], "parts of 1,024 inputs are too short"
     plain, cut = kinds(4096, 16_384, slices=8).items()
     assert not plain[0].apart and cut[0].apart and cut[0].parts == 8 and cut[0].wide
     assert plain[1][1] == ROWS and max(cut[1][1]) * 4096 * 8 * 4 <= equal_sums.LARGEST_OUTPUT
@@ -247,6 +256,35 @@ def test_sums_in_parts_are_added_up_by_the_library_and_by_one_tile_alike(library
         assert not add_product(to, x, weight, bias, gpu=gpu) and torch.equal(to, added)
 
 
+def test_the_library_adds_sums_of_one_part_to_the_stream_where_a_tile_does_so_alike(
+    library: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = (each[:, :PART].contiguous() for each in x_and_weight(24))
+    stream, by_tile = whole_numbers(24, OUTPUTS, dtype=FP16), Gpu(4, alike=True)
+    library.wrong = 16
+    with caplog.at_level(logging.INFO, "holdfast.engine"):
+        equal = rows_of_library([weight], FP16, by_tile)
+    kind = LibraryKind(OUTPUTS, PART, PART, FP16, False, False, True)
+    assert equal[kind] == (8, 24) and "other bits for added sums of 128 inputs in float16" in caplog.text
+    for rows, taken in ((24, [24]), (16, []), (8, [8])):
+        library.rows.clear()
+        found, wanted = stream[:rows].clone(), stream[:rows].clone()
+        assert add_product(found, x[:rows], weight, None, gpu=Gpu(4, alike=True, equal_rows={kind: equal[kind]}))
+        assert library.rows == taken
+        assert add_product(wanted, x[:rows], weight, None, gpu=by_tile) and torch.equal(found, wanted)
+        assert torch.equal(wanted, (stream[:rows].float() + x[:rows].float() @ weight.float().t()).half())
+
+
+def test_no_row_is_added_to_the_stream_twice() -> None:
+    x, weight = torch.zeros(1000, 64, dtype=FP16), torch.zeros(64, 64, dtype=FP16)
+    for added in (False, True):
+        kind = LibraryKind(64, 64, 64, FP16, False, False, added)
+        pieces = library_pieces(x, weight, torch.zeros_like(x), 64, False, {kind: (512, 600)}, added)
+        assert pieces == ([] if added else [slice(0, 600), slice(488, 1000)])
+        pieces = library_pieces(x, weight, torch.zeros_like(x), 64, False, {kind: (400, 600)}, added)
+        assert pieces == [slice(0, 600), slice(600, 1000)]
+
+
 def test_slices_for_ranks_are_written_apart_by_the_library(library: Library) -> None:
     x, weight = x_and_weight(24)
     gpu = Gpu(4, alike=True)
@@ -274,7 +312,7 @@ def captured(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14_336), (2048, 8192)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14_336), (2048, 8192), (4096, 4096)])
 def test_compiled_products_have_the_bits_of_the_tile_by_the_library_in_graphs_too(
     dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
@@ -290,3 +328,11 @@ def test_compiled_products_have_the_bits_of_the_tile_by_the_library_in_graphs_to
             wanted, found = compute(gpu=own), partial(compute, gpu=gpu)
             assert torch.equal(found(), wanted)
             assert torch.equal(captured(found), wanted)
+        stream = torch.randn(rows, outputs, device="cuda", dtype=dtype)
+        wanted = stream.clone()
+        if add_product(wanted, x, weight, None, gpu=own):
+            found = stream.clone()
+            if not add_product(found, x, weight, None, gpu=gpu):
+                (sums,) = partial_products(x, weight, gpu=gpu)
+                found = (stream.float() + sums).to(dtype)
+            assert torch.equal(found, wanted)

@@ -192,6 +192,19 @@ def test_reports_of_the_pace_count_for_the_target_only_while_no_contract_is_open
     assert noted == [(10, 1), (30, 2)]
 
 
+def test_no_pause_holds_up_steps_while_a_contract_is_open():
+    world = World(budget=512, blocks=800)
+    spare = world.scheduler._policy.spare
+    world.add("plain", 20, 60)
+    world.step()
+    assert spare(world.scheduler.queues.running) == inf
+    assert world.add("paced", 20, 60, Contract(tbt=1.6 * STEP))
+    world.step()
+    assert spare(world.scheduler.queues.running) == 0
+    world.run()
+    assert world.scheduler.pause(100.0, 0.0)
+
+
 def test_outcomes_are_counted_by_the_term_that_was_broken():
     part = ContractPart(EXACT, tile=32, ceiling=256, max_sequences=4)
     assert set(part.stats().values()) == {0}

@@ -49,6 +49,9 @@ def test_they_are_those_of_draws_after_the_same_tokens(executor: PagedExecutor) 
     )
     result = executor.collect()
     told, other = result.part(PromptResult).logprobs
+    ranks, other_ranks = result.part(PromptResult).ranks
+    assert ranks == (1,) * len(targets) and len(other_ranks) == 1
+    assert (other_ranks[0] == 1) == (targets[2] == 5)
     assert result.tokens == alone
     assert [each.top_ids for each in told] == [each.top_ids for each in expected]
     for each, right in zip(told, expected, strict=True):

@@ -10,14 +10,11 @@ from tests.scheduling import answer, create_requests, create_scheduler
 
 
 def reporting(plan):
-    """A result whose records are the tokens that are reported."""
+    """A result whose records are the tokens that are reported, and whose ranks are ten times these."""
+    targets = [each.targets for each in plan.part(PromptPlan).reports]
+    records = tuple(tuple((token, (), ()) for token in each) for each in targets)
     return replace(
-        answer(plan),
-        parts=(
-            PromptResult(
-                tuple(tuple((token, (), ()) for token in each.targets) for each in plan.part(PromptPlan).reports)
-            ),
-        ),
+        answer(plan), parts=(PromptResult(records, tuple(tuple(10 * token for token in each) for each in targets)),)
     )
 
 
@@ -29,16 +26,17 @@ def test_each_token_of_a_prompt_but_the_first_is_reported_once_whatever_is_cache
         run_step(scheduler)
     scheduler.add(replace(asking, params=replace(asking.params, prompt_logprobs=0)))
     scheduler.add(replace(plain, id="beside", priority=-1))
-    records, tokens, preempted = [], 0, False
+    records, ranks, tokens, preempted = [], [], 0, False
     while scheduler.has_work():
         plan = scheduler.schedule(0.0)
         preempted |= bool(plan.preempted)
         for output in scheduler.update(plan, reporting(plan), 0.0):
             records += [record[0] for record in output.prompt_logprobs]
+            ranks += output.prompt_ranks
             if output.request_id == asking.id:
                 tokens += len(output.tokens)
                 assert output.cached_tokens == 0
-    assert records == list(asking.prompt[1:])
+    assert records == list(asking.prompt[1:]) and ranks == [10 * token for token in records]
     assert tokens == 6 and preempted
 
 

@@ -164,7 +164,7 @@ class SamplingParams:
 
     @property
     def fixed_length(self) -> bool:
-        """Whether the answer has exactly `max_tokens` tokens, because nothing may end it before."""
+        """Whether nothing may end the answer before it has `max_tokens` tokens, or before its context is full."""
         if self.grammar is not None:
             return False
         endless = self.ignore_eos and not (self.stop or self.stop_token_ids)

@@ -244,11 +244,16 @@ class LLM:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], terms: _Terms, bar: _Bar
     ) -> list[Completion]:
         batch = UserBatch(uuid.uuid4().hex)
-        bounds = [each.max_tokens for each in params]
+        limits = self._client.info.limits
+        room = [max(1, limits.max_model_len - len(prompt)) for prompt in prompts]
+        bounds = [min(each.max_tokens, most) for each, most in zip(params, room, strict=True)]
         # A contract counts from the call, and a baseline that was chosen is to see all prompts.
         free = not terms.contract and self._client.config.scheduler == "stall-free"
         known = free and all(each.fixed_length for each in params)
-        rows = asyncio.Semaphore(rows_at_once(bounds) if known else max(1, len(prompts)))
+        at_once = rows_at_once(bounds) if known else max(1, len(prompts))
+        for prompt, each in zip(prompts, params, strict=True) if at_once < len(prompts) else ():
+            limits.check(prompt, each)  # now, and not when others have run for it
+        rows = asyncio.Semaphore(at_once)
         tasks = {
             place: asyncio.ensure_future(self._run_one(prompts[place], params[place], terms, batch, rows, bar))
             for place in longest_first(bounds)

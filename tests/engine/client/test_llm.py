@@ -144,6 +144,23 @@ def test_answers_of_known_lengths_are_spread_over_the_steps_of_the_longest(llm, 
     assert max(seen) == 6
 
 
+def test_a_prompt_that_is_held_back_is_refused_before_others_run(llm, monkeypatch):
+    monkeypatch.setattr("holdfast.engine.client.llm.FEW_ROWS", 1)
+    monkeypatch.setattr(llm._client, "stream", None)  # nothing may start
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (9, 2, 1)]
+    with pytest.raises(RequestRefused, match="5000 tokens"):
+        llm.generate([[5] * 10, [5] * 10, [5] * 5000], params, progress=False)
+
+
+def test_an_answer_is_no_longer_than_its_context_allows(llm, monkeypatch):
+    seen = []
+    monkeypatch.setattr("holdfast.engine.client.llm.rows_at_once", lambda lengths: seen.append(lengths) or len(lengths))
+    most = llm.info.limits.max_model_len
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4000, 2)]
+    completions = llm.generate([[5] * (most - 3), [5]], params, progress=False)
+    assert seen == [[3, 2]] == [[len(each.token_ids) for each in completions]]
+
+
 def test_prompts_with_a_contract_are_not_held_back(llm, monkeypatch):
     at_once = []
     monkeypatch.setattr(

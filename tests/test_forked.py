@@ -119,11 +119,12 @@ def test_a_forked_command_writes_where_it_is_told_to_in_a_session_of_its_own(for
     with errors.open("w") as file, forking.Popen([*words, *refused], stderr=file, **quiet, **options) as process:
         assert process.wait(60) == 2 and "70000" in errors.read_text()
     with forking.Popen([*words, "engine", "--listen", str(tmp_path / "socket")], **quiet, **options) as process:
-        null = Path(os.devnull)
-        while not of(process, "fd/0").resolve() == of(process, "fd/1").resolve() == null and process.poll() is None:
-            time.sleep(0.001)
-        session = os.getsid(process.pid)
-        process.kill()
+        session, wanted = os.getsid(process.pid), [Path(os.devnull)] * 2 + [Path("/proc/self/fd/2").readlink()]
+        try:
+            while [of(process, f"fd/{number}").readlink() for number in range(3)] != wanted and process.poll() is None:
+                time.sleep(0.001)
+        finally:
+            process.kill()
         assert (session, process.wait(60)) == (process.pid, -signal.SIGKILL)
 
 

@@ -307,11 +307,11 @@ def test_what_the_same_bits_cost_is_as_measured() -> None:
     """The page has eight ratios: of decodes by shape and streams, then of prompts and answers."""
     page = (ROOT / "docs" / "serving.md").read_text().replace("\n", " ")
     (cost,) = re.findall(r"- \*\*Cost\*\*: (.*?) - \*\*", page)
-    (kept,) = re.findall(r"/results/([\w.-]+)\)", cost)
+    kept = re.findall(r"/results/([\w.-]+)\)", cost)[0]
     found = [each for sitting in read(kept) for each in sitting["results"]]
     assert [(each["shape"], each["streams"]) for each in found] == [("1b", 32), ("1b", 128), ("8b", 32), ("8b", 128)]
     wanted = [each[part]["ratio"] for part in ("decode", "all") for each in found]
-    assert [float(each) for each in re.findall(r"0\.\d+", cost)][:8] == pytest.approx(wanted, abs=0.006)
+    assert [float(each) for each in re.findall(r"[01]\.\d+", cost)][:8] == pytest.approx(wanted, abs=0.0006)
 
 
 def test_peaks_of_cells_are_the_medians_of_their_file() -> None:

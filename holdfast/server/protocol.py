@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -55,6 +56,10 @@ MAX_VALUES = 1 << 18
 MAX_STOPS = 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Bytes that some editors and shells put before a text in UTF-8."""
+HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])")
+"""The first half of a surrogate pair in JSON, without a second half. It stands for no character."""
+HALF_BYTES = 12
+"""Number of bytes that a surrogate pair takes in JSON."""
 MAX_STOP_CHARACTERS = 1024
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -693,11 +698,27 @@ def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
     except RecursionError:
         raise ApiError(f"{what} nests too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        fault = str(error).partition(" - at ")[0] if body.strip() else "it is empty"
+        fault = fault_in(body, str(error).partition(" - at ")[0])
         raise ApiError(f"{what} is not JSON that can be read: {fault}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(f"{what} must be a JSON object", code="invalid_json")
     return fields
+
+
+def fault_in(body: bytes, fault: str) -> str:
+    """Return what is wrong with JSON that cannot be decoded. `fault` is what msgspec says.
+
+    It calls JSON truncated if half of a surrogate pair is near its end.
+    """
+    if not body.strip():
+        return "it is empty"
+    if fault == "Input data was truncated":
+        begin = max(0, len(body) - HALF_BYTES)
+        for found in HALF.finditer(body, begin):
+            before = body[: found.start()]
+            if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # Otherwise its backslash is itself escaped.
+                return f"{found[0].decode()} is half of a surrogate pair, and no character (byte {found.start()})"
+    return fault
 
 
 def check_items(body: bytes, what: str, param: str | None = None) -> None:

@@ -887,6 +887,19 @@ async def test_health_reports_an_engine_that_hangs_or_died(http: Http, client: F
     assert (dead.status_code, dead.json()) == (503, {"status": "engine dead"})
 
 
+async def test_load_counts_the_requests_at_the_engine_and_says_if_it_does_not_answer(
+    http: Http, client: FakeClient
+) -> None:
+    async with http(api_key=("secret",)) as api:
+        assert (await api.get("/load")).status_code == 401
+        api.headers["api-key"] = "secret"
+        assert (await api.get("/load")).json() == {"server_load": 3}, "2 run, and 1 waits"
+        client.hangs = True
+        answer = await api.get("/load")
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_unavailable")
+    assert answer.headers["retry-after"] == "1"
+
+
 async def test_health_reports_a_failing_store_until_it_works_again(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: str) -> None:
         raise DatabaseError("SELECT", {}, Exception("disk image is malformed"))

@@ -403,6 +403,12 @@ async def test_a_value_that_is_not_in_a_list_is_refused_with_the_list(
         (" \n", "it is empty"),
         ('{"temperature": 1e999}', "Number out of range"),
         ("{", "truncated"),
+        (r'{"model": "\ud83d', "truncated"),
+        (r'{"model": "\ud83d\ude', "truncated"),
+        (r'{"model": "\\ud800"', "truncated"),
+        (r'{"model": "\ud800"}', r"\ud800 is half of a surrogate pair, and no character (byte 11)"),
+        (r'{"model": "\uDBFF\n"}', r"\uDBFF is half of a surrogate pair, and no character (byte 11)"),
+        (r'{"model": "\\\ud800ab"}', r"\ud800 is half of a surrogate pair, and no character (byte 13)"),
     ],
 )
 async def test_a_body_that_is_not_json_is_refused_with_its_fault_alone(http: Http, body: str, fault: str) -> None:

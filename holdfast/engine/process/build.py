@@ -74,7 +74,8 @@ from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.integer.library import library
 from holdfast.lm.memory.retention import EVICTIONS
-from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost

@@ -26,7 +26,8 @@ from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.execution.place import Place
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
-from holdfast.lm.models.base import HiddenModel, Model, UnsupportedCheckpoint
+from holdfast.lm.models.base import HiddenModel, Model
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import decoder_spec, files_of, load, state_bytes_of

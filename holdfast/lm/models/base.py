@@ -13,26 +13,10 @@ from holdfast.lm.kernels.attention.protocol import Attention, Segments
 from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.types.states import KeptInputs, StateCopy
 
 Shape = tuple[int, ...]
-
-
-class UnsupportedCheckpoint(ValueError):
-    """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""
-
-
-class NotNative(UnsupportedCheckpoint):
-    """A variant of an architecture that the native decoder does not compute. Transformers' code may compute it."""
-
-
-class DamagedCheckpoint(UnsupportedCheckpoint):
-    """A checkpoint with a damaged file: one that is missing, cut off, or holds numbers that are not finite."""
-
-
-class MisfitCheckpoint(UnsupportedCheckpoint):
-    """A checkpoint whose tensors have other names or shapes than its config.json implies."""
-
 
 LENGTH_LIMIT = 1 << 22
 """Largest number of tokens in a sequence unless max_model_len is given. Block tables are sized for this length."""

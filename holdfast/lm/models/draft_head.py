@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from holdfast.files.regular import name_of_regular
 from holdfast.lm.kernels.attention.row_attention import attend_rows
-from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.base import check_finite
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import architecture_of, files_of, read_json
 from holdfast.lm.models.rope import Rope, rope_of

@@ -12,7 +12,7 @@ import torch
 from holdfast.lm.kernels.linear.experts.experts import ALL_EXPERTS, ExpertRule, Experts, Groups
 from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
 from holdfast.lm.models.shard import Piece, Shard
 

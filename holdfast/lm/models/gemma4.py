@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
-from holdfast.lm.models.base import NotNative, Shape, UnsupportedCheckpoint
+from holdfast.lm.models.base import Shape
+from holdfast.lm.models.checkpoint_errors import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec
 from holdfast.lm.models.experts import MOST_CHOSEN, at_least_one
 from holdfast.lm.models.rope import Rope

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from holdfast.lm.kernels.packed import COARSE, Form, PackedWeight, packed_nibbles, packed_sixes
-from holdfast.lm.models.base import DamagedCheckpoint
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint
 
 BYTES_AT_A_TIME = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Number of stored bytes that are dequantized together, by device: on a CPU what fits its cache."""

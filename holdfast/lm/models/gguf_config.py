@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.gguf_hybrids import HYBRIDS
 from holdfast.lm.models.gguf_values import Config, Metadata
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from holdfast.files.gguf import parts_of
 from holdfast.files.regular import samples_of
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.gguf_config import config_of
 from holdfast.lm.models.gguf_hybrids import HYBRIDS
+from holdfast.lm.models.gguf_reader import GGUF_FILE, read_gguf
 from holdfast.lm.models.gguf_values import Metadata
-from holdfast.lm.models.gguf_weights import GGUF_FILE, read_gguf
 
 SAMPLES = 64
 """Number of places of a file that its digest reads."""

@@ -12,34 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.files.regular import name_of_regular
 from holdfast.lm.kernels.packed import COARSE, PackedWeight
-from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.base import check_finite
 from holdfast.lm.models.gguf_blocks import GROUP, FourBits, dequantized, four_bits, packed
 from holdfast.lm.models.gguf_layouts import Change, layout_of
+from holdfast.lm.models.gguf_reader import read_gguf
 
-GGUF_FILE = "gguf.json"
-"""The file that names the GGUF file of a checkpoint whose directory holds no weights."""
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors whose numbers are in config.json."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 NO_CHANGE = Change()
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)\.weight$")
-
-
-def read_gguf(path: Path) -> Any:
-    """A `gguf.GGUFReader` of one file. Raises UnsupportedCheckpoint and DamagedCheckpoint."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise UnsupportedCheckpoint("GGUF files need the package gguf: pip install 'holdfast[gguf]'") from None
-    try:
-        with name_of_regular(path) as name:
-            return GGUFReader(name)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # a cut or hostile header raises many kinds
-        raise DamagedCheckpoint(f"{path.name} cannot be read as GGUF: {type(error).__name__}: {error}") from None
 
 
 class GgufFile:

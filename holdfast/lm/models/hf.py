@@ -23,15 +23,8 @@ from torch.nn import functional
 from holdfast.lm.kernels.attention.backends import attention_of_layers
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import (
-    MisfitCheckpoint,
-    Model,
-    ModelSpec,
-    StepInput,
-    UnsupportedCheckpoint,
-    check_finite,
-    limited,
-)
+from holdfast.lm.models.base import Model, ModelSpec, StepInput, check_finite, limited
+from holdfast.lm.models.checkpoint_errors import MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.text_decoders import INNER_NAMES, OTHERS, text_config
 
 PAGED, RECORDED, PLAIN = "holdfast", "holdfast-record", "eager"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import WeightNames
 from holdfast.lm.models.latent import LatentSpec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
-from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, Part, WeightNames
 from holdfast.lm.models.rope import UNROTATED, rope_of
 

@@ -29,21 +29,15 @@ from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
 from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models import hf
-from holdfast.lm.models.base import (
-    DamagedCheckpoint,
-    MisfitCheckpoint,
-    Model,
-    NotNative,
-    UnsupportedCheckpoint,
-    check_finite,
-    limited,
-)
+from holdfast.lm.models.base import Model, check_finite, limited
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint, MisfitCheckpoint, NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, expert_shapes, shapes_of_layer
 from holdfast.lm.models.experts import with_stored_names
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.gemma4_decoder import make_decoder
 from holdfast.lm.models.gguf_blocks import GROUP, FourBits
-from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
+from holdfast.lm.models.gguf_reader import GGUF_FILE
+from holdfast.lm.models.gguf_weights import GgufFile, GgufSlice
 from holdfast.lm.models.layer_weights import WeightSource
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of, within
 from holdfast.lm.models.random_weights import random_source

@@ -23,7 +23,8 @@ from holdfast.lm.kernels.integer.weight import fits, pack_integers
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, LARGEST, NO_NUMBER, Mxfp4Matrices
 from holdfast.lm.kernels.mxfp4 import dequantize as dequantize_mxfp4
 from holdfast.lm.kernels.packed import Form, PackedWeight, joined, packed_nibbles, stacked
-from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.base import check_finite
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import Part
 from holdfast.lm.models.shard import Piece
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from holdfast.lm.kernels.integer.library import LEVELS, step_library
 from holdfast.lm.kernels.integer.weight import TILE, IntegerWeight
 from holdfast.lm.kernels.packed import Form, PackedWeight, packed_nibbles
 from holdfast.lm.kernels.stacked import Rows, StackedWeight
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.whole_steps import is_plain
 

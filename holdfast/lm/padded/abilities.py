@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded.driver import AGREES, AGREES_IN_HALF, Driver, Inputs, difference, in_float32
 from holdfast.lm.padded.loading import switches_at
 from holdfast.lm.padded.state_layout import State, StateLayout

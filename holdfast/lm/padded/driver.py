@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded.growing_layer import let_grow
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.state_layout import State

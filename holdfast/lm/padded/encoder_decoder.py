@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from holdfast.lm.kernels.upload import upload
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32, state_names
 from holdfast.lm.padded.growing_layer import let_grow
 from holdfast.lm.padded.loading import UnmodifiedModel

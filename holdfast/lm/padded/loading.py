@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from holdfast.lm.models import hf
-from holdfast.lm.models.base import UnsupportedCheckpoint, limited
+from holdfast.lm.models.base import limited
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.loader import (
     DTYPES,
     architecture_of,

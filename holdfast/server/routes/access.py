@@ -29,7 +29,7 @@ OPEN_PATHS = (
     f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{HEALTH}/Check",
 )  # fmt: skip
 """Paths that need no API key."""
-UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata")
+UNSCOPED = ("/", "/v1", "/version", "/metrics", "/load", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata")
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""
@@ -78,6 +78,8 @@ INFERENCE = re.compile(rf"/v2/models/[^/]+(?:/versions/[^/]+)?/infer|{re.escape(
 """Paths whose POST requests are limited, but not counted: applications compute no tokens."""
 BYTES_PER_TOKEN = 4
 """Number of bytes of a request's body that are estimated as one prompt token, until the tokens are counted."""
+KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Headers with a key, besides a bearer token: of clients of Anthropic's API, and of Azure's."""
 BATCH_PATHS = ("/v1/batches", "/v1/messages/batches")
 """Paths whose POST requests create batches."""
 
@@ -87,7 +89,7 @@ def secret_of(scope: Scope) -> bytes:
     headers = dict(scope["headers"])
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
-        given = headers.get(b"x-api-key", b"")  # Clients of Anthropic's API send the key in this header.
+        given = next((headers[name] for name in KEY_HEADERS if name in headers), b"")
     return bytes(given.strip())
 
 
@@ -132,7 +134,7 @@ class KeyCheck:
             scope.setdefault("state", {}).update(tenant="", key="", operator=False, all_adapters=False, keyed=True)
             await self.app(scope, receive, send)
         else:
-            reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            reason = "a valid API key is needed: Authorization: Bearer KEY, x-api-key: KEY, or api-key: KEY"
             error = ApiError(reason, status=401, code="invalid_api_key")
             await refuse(error, scope, receive, send, {"www-authenticate": "Bearer"})
 

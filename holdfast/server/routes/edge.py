@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 import uuid
 from collections.abc import Collection
@@ -18,6 +19,12 @@ from holdfast.server.sockets import CHECK
 from holdfast.server.time_spent import TimeSpent, watched
 from holdfast.server.tracing import Tracing
 
+AZURE = re.compile(
+    r"/openai/(?:deployments/(?P<deployment>.+?)/(?P<route>chat/completions|completions|embeddings)"
+    r"|(?:v1/)?(?P<other>(?!deployments/).+))",
+    re.DOTALL,
+)
+"""Paths of Azure's clients. Their query `api-version` has no effect."""
 MAX_ID = 128
 """Maximum number of characters of a client's request id."""
 MAX_SHOWN = 256
@@ -60,7 +67,7 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = self.without_root(scope)
+        scope = without_azure(self.without_root(scope))
         id = request_id(scope)
         state: dict[str, Any] = scope.setdefault("state", {})
         began, status, size = time.monotonic(), LEFT, 0
@@ -105,6 +112,19 @@ class Edge:
         if not root or not f"{scope['path']}/".startswith(f"{root}/"):
             return scope
         return {**scope, "path": scope["path"][len(root) :] or "/"}
+
+
+def without_azure(scope: Scope) -> Scope:
+    """Return the scope with OpenAI's path, if it has Azure's: `/openai/v1/models`, or `/openai/models` of older clients.
+
+    A deployment in the path becomes the state's `deployment`. It names the model.
+    """
+    found = AZURE.fullmatch(scope["path"])
+    if found is None:
+        return scope
+    deployment, route = found["deployment"], found["route"] or found["other"]
+    state = scope.get("state", {}) | ({} if deployment is None else {"deployment": deployment})
+    return {**scope, "path": f"/v1/{route}", "state": state}
 
 
 def request_id(scope: Scope) -> bytes:

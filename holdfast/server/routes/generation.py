@@ -77,16 +77,19 @@ def add_completion_routes(app: FastAPI, service: Service, chats: StoredChats) ->
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
     """Read and parse the request's body. A large body is parsed off the event loop. Raises ApiError.
 
-    A request without a model name is for the served model, as in vLLM.
+    A deployment in the path of Azure's clients is the model, whatever the body names. A request without a model name is
+    for the served model, as in vLLM.
     """
     with spending("read"):
         wanted = await read_parsed(request, service, shape, wishes(request))
-    if getattr(wanted, "model", None) == "":
+    model = getattr(request.state, "deployment", "")
+    if not model and getattr(wanted, "model", None) == "":
         model = service.client.info.model
-        if isinstance(wanted, SampledRequest):  # Its grammar is already built.
-            return wanted.changed(model=model)
-        wanted = replace_struct(wanted, model=model)
-    return wanted
+    if not model:
+        return wanted
+    if isinstance(wanted, SampledRequest):  # Its grammar is already built.
+        return wanted.changed(model=model)
+    return replace_struct(wanted, model=model)
 
 
 def named_by(request: Request, wanted: GenerationRequest) -> str:

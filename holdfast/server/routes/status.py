@@ -14,6 +14,7 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.server.conversations.store import not_found
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
+from holdfast.server.protocol import ApiError
 from holdfast.server.readiness import ALIVE, READY, Readiness
 from holdfast.server.replica_metrics import describe
 from holdfast.server.replies import rfc3339
@@ -99,7 +100,7 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
             "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
             "/v1/batches, /v1/fine_tuning/jobs, /v1/models"
         )
-        apis.append("vLLM's: /tokenize, /detokenize, /score, /rerank, /pooling, /version")
+        apis.append("vLLM's: /tokenize, /detokenize, /score, /rerank, /pooling, /load, /version")
         apis.append("Ollama's: /api/chat, /api/generate, /api/tags")
     if applications.apps:
         served["applications"] = list(applications.apps)
@@ -136,8 +137,9 @@ def add_status_routes(
     operators: CollectorRegistry,
     readiness: Readiness,
 ) -> None:
-    """Add GET /health, /health/live, /health/ready and /metrics. All but /health/live query the engines, within a
-    time limit.
+    """Add GET /health, /health/live, /health/ready, /load and /metrics.
+
+    All but /health/live query the engines, within a time limit.
 
     `operators` holds the metrics of each replica and of each key.
     """
@@ -186,6 +188,20 @@ def add_status_routes(
             stats = await stats_of(service)
             status = "remote cache fails" if stats is not None and stats.remote_down else status
         return JSON({"status": status, **listed})
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """The number of requests that the engines compute, or that wait there, as in vLLM.
+
+        It counts those of all servers of these engines, and each choice of a request. 503 if no engine answers.
+        """
+        count = sum(each.admission.in_progress for each in applications.apps.values())
+        if service is not None:
+            if (stats := await stats_of(service)) is None:
+                reason = "the engine does not answer, so its load is not known"
+                raise ApiError(reason, status=503, code="engine_unavailable", retry_after=1)
+            count += stats.running + stats.waiting
+        return {"server_load": count}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NATIVE
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.draft_head import read_head, tapped_layers
 from holdfast.lm.models.loader import load

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements
 from holdfast.lm.models.families import NATIVE

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.text_decoders import WITH_IMAGES

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.lm.kernels.cache.kv_cache import KVShape
-from holdfast.lm.models.base import MisfitCheckpoint, NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import MisfitCheckpoint, NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.gemma4_decoder import Gemma4Decoder
 from holdfast.lm.models.loader import load, native_spec, stored_names

@@ -21,7 +21,7 @@ from holdfast.lm.kernels.int8_cpu import MOST_LOST, Int8CpuWeight
 from holdfast.lm.kernels.integer.weight import IntegerWeight
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
-from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.gguf_blocks import FORMATS, FOUR_BITS, dequantized, four_bits
 from holdfast.lm.models.gguf_config import config_of
@@ -637,7 +637,8 @@ def test_unknown_architectures_and_keys_are_refused_by_name() -> None:
 
 
 def test_dequantizing_a_slice_is_slicing_what_is_dequantized(tmp_path: Path) -> None:
-    from holdfast.lm.models.gguf_weights import GgufSlice, Place, read_gguf
+    from holdfast.lm.models.gguf_reader import read_gguf
+    from holdfast.lm.models.gguf_weights import GgufSlice, Place
 
     make(tmp_path / "plain", "Llama")
     write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q8_0")

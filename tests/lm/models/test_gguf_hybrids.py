@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.gguf_config import config_of
 from holdfast.lm.models.gguf_layouts import Change, HeadColumns

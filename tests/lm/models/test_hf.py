@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.lm.models import hf
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import load

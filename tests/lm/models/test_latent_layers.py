@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.linear.experts.experts import ALL_EXPERTS, Groups
-from holdfast.lm.models.base import MisfitCheckpoint, NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import MisfitCheckpoint, NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE

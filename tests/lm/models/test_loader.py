@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.models import loader
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import decoder_spec, eos_token_ids, load

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
-from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, expert_shapes, layer_elements, shapes_of_layer
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.loader import load

@@ -19,7 +19,7 @@ from holdfast.lm.kernels.int4_cpu import VECTORS, Int4CpuWeight, _capability
 from holdfast.lm.kernels.integer.weight import IntegerWeight
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices, matrix_of
 from holdfast.lm.kernels.packed import PackedWeight
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import load, own_dtype

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.rope import Rope, rope_of
 
 SCALINGS: list[dict[str, Any]] = [

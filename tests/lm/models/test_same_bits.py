@@ -19,7 +19,7 @@ from holdfast.lm.kernels.integer.weight import IntegerWeight, pack_integers
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models import same_bits as module
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.loader import load

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from holdfast.core.layout import Layout
-from holdfast.lm.models.base import MisfitCheckpoint, UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.hf import NotPaged

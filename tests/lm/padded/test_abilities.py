@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded import driver as driver_module
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.driver import Driver, difference

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded import driver as module_under_test
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.driver import Driver, Inputs, difference, in_float32

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from holdfast.lm.models import hf, loader
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded.driver import Driver, difference
 from holdfast.lm.padded.loading import WITHOUT_LIMIT, as_unmodified, load_unmodified
 from tests.checkpoints import TINY_LONGEST, TINY_VOCAB, tiny

@@ -62,6 +62,36 @@ class TestRootPath:
             assert "there is no /llmx/health" in (await api.get("/llmx/health")).json()["error"]["message"]
 
 
+class TestAzure:
+    """Clients of Azure's API put the deployment into the path, and the key into a header of its own."""
+
+    @pytest.mark.parametrize("prefix", ["", "/llm"])
+    async def test_a_deployment_in_the_path_is_the_model_whatever_the_body_names(self, http: Http, prefix: str) -> None:
+        path = f"{prefix}/openai/deployments/{{}}/chat/completions?api-version=2024-10-21"
+        async with http({"api-key": "secret"}, root_path=prefix, api_key=("secret",)) as api:
+            answers = [
+                await api.post(path.format(name), json={**HELLO, "model": model})
+                for name, model in (("tiny", "tiny"), ("tiny", "gpt-4"), ("none", "tiny"), ("org/none", ""))
+            ]
+        assert [each.status_code for each in answers] == [200, 200, 404, 404]
+        assert answers[1].json()["model"] == "tiny"
+        assert ["org/none" in each.text for each in answers] == [False, False, False, True]
+
+    @pytest.mark.parametrize("path", ["/openai/v1/models", "/openai/models", "/openai/v1/models/tiny"])
+    async def test_openais_routes_answer_below_azures_path(self, http: Http, path: str) -> None:
+        async with http(api_key=("secret",)) as api:
+            refused = await api.get(path)
+            answer = await api.get(path, headers={"api-key": "secret"})
+        assert refused.status_code == 401 and answer.status_code == 200, "the key is checked as for OpenAI's path"
+        assert "tiny" in answer.text
+
+    async def test_a_route_that_no_deployment_has_is_named_as_it_was_sent(self, http: Http) -> None:
+        path = "/openai/deployments/tiny/audio/speech"
+        async with http() as api:
+            answer = await api.post(path, json=HELLO)
+        assert answer.status_code == 404 and f"there is no {path}" in answer.json()["error"]["message"]
+
+
 class TestLog:
     """A line for each request, without its text."""
 

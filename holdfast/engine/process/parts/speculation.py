@@ -9,7 +9,8 @@ from holdfast.engine.process.part_builder import Order, PartBuilder, excluded
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
-from holdfast.lm.models.base import Model, UnsupportedCheckpoint
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.models.draft_head import read_head
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_drafter, make_head_parts, make_parts

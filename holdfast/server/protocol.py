@@ -542,7 +542,7 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
-    unsupported = GenerationRequest.unsupported | {"best_of": (1,), "echo": (False,)}
+    unsupported = GenerationRequest.unsupported | {"best_of": (1,)}
     route = "/v1/chat/completions"
     prompt_param = "messages"
 
@@ -569,8 +569,17 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     """Whether the prompt ends with the beginning of an answer. By default it does, unless `continue_final_message`."""
     continue_final_message: bool = False
     """Whether the answer goes on with the last message, which must be the assistant's."""
+    echo: bool = False
+    """Whether the answer begins with the text of the last message, if that is the assistant's, as in vLLM."""
     add_special_tokens: bool = False
     """Whether to add special tokens, such as a beginning of text, to those of the chat template."""
+
+    @property
+    def opening(self) -> str:
+        """Text with which the answer begins before the model writes anything. Raises ApiError for a wrong message."""
+        if not self.echo or self.messages[-1].get("role") != "assistant":
+            return ""
+        return str(read_message(self.messages[-1], f"messages[{len(self.messages) - 1}]")["content"])
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -306,6 +306,7 @@ class ChatShape(Shape):
         super().__init__(wanted, text, reading, **head)
         self.begun: set[int] = set()
         self.thoughts = wanted.include_reasoning
+        self.opening = wanted.opening
         self.old = bool(wanted.functions)
         """Whether the client uses the former name for calls, which allows only one call."""
 
@@ -314,6 +315,8 @@ class ChatShape(Shape):
             self.begun.add(choice)
             first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, with_logprobs=False)
             yield first | ({"prompt_token_ids": list(self.prompt_of(choice))} if self.with_ids else {})
+            if self.opening:
+                yield self._chunk(choice, {"delta": {"content": self.opening}}, with_logprobs=False)
         calls = self.readers[choice].calls if choice in self.readers else 0
         at = calls - sum(isinstance(part, CallBegin) for part in parts) - 1
         for part in parts:
@@ -348,7 +351,7 @@ class ChatShape(Shape):
         return called if calls and reason == FinishReason.STOP else reason
 
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
-        text = "".join(part.text for part in parts if isinstance(part, Said))
+        text = self.opening + "".join(part.text for part in parts if isinstance(part, Said))
         thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls: list[Reply] = []
         for part in parts:

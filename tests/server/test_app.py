@@ -240,7 +240,6 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"min_p": 1.5}, "min_p", "invalid_value"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"echo": True}, "echo", "unsupported_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
         ({"stream_options": {"include_cost": True}}, "stream_options.include_cost", "unknown_parameter"),
         ({"temperature": 3}, "temperature", "invalid_value"),

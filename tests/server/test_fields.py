@@ -83,6 +83,49 @@ async def test_a_final_message_that_cannot_be_continued_is_refused(http: Http, b
     assert (await refused(http, CHAT, body))["param"] == param
 
 
+OPENED = [{"type": "text", "text": "Ahoy,"}, {"type": "text", "text": "you"}]
+
+
+@pytest.mark.parametrize(
+    ("last", "end", "opening"),
+    [
+        ({"role": "assistant", "content": OPENED}, {"continue_final_message": True}, "Ahoy,\nyou"),
+        ({"role": "assistant", "content": OPENED}, {"add_generation_prompt": False}, "Ahoy,\nyou"),
+        ({"role": "assistant", "content": "Ahoy"}, {}, "Ahoy"),
+        ({"role": "assistant", "content": ""}, {}, ""),
+        ({"role": "user", "content": "hello"}, {"add_generation_prompt": False}, ""),
+    ],
+)
+async def test_an_echoed_chat_begins_with_the_last_message_if_that_is_the_assistants(
+    http: Http, last: dict[str, Any], end: dict[str, Any], opening: str
+) -> None:
+    said = [*HELLO["messages"], last]
+    body = {"messages": said, **end, "echo": True, "n": 2, "logprobs": True}
+    async with http() as api:
+        plain = (await api.post(CHAT, json={**body, "echo": False})).json()
+        whole = (await api.post(CHAT, json=body)).json()
+        streamed = await api.post(CHAT, json={**body, "stream": True, "return_token_ids": True})
+    chunks = events_of(streamed)
+    for own, choice in zip(plain["choices"], whole["choices"], strict=True):
+        assert choice["message"]["content"] == opening + own["message"]["content"]
+        assert choice["logprobs"] == own["logprobs"], "the echoed text has none, as in vLLM"
+        mine = [each["choices"][0] for each in chunks if each["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(each["delta"].get("content", "") for each in mine) == choice["message"]["content"]
+        assert (mine[1]["delta"]["content"] == opening) == bool(opening)
+    assert plain["usage"] == whole["usage"]
+
+
+async def test_an_echoed_chat_is_stored_as_it_was_sent(http: Http) -> None:
+    async with http() as api:
+        asked = {**BEGUN, "model": "tiny", "echo": True, "store": True}
+        whole = (await api.post(CHAT, json=asked)).json()
+        await api.post(CHAT, json={**asked, "stream": True})
+        kept = (await api.get(CHAT)).json()["data"]
+    said = [each["choices"][0]["message"]["content"] for each in kept]
+    assert said == [whole["choices"][0]["message"]["content"]] * 2 and said[0].startswith("Ahoy, Ahoy, ")
+
+
 async def test_tokenize_ends_a_prompt_as_a_chat_does(http: Http) -> None:
     async with http() as api:
         asked = {**BEGUN, "continue_final_message": True, "add_generation_prompt": False}

@@ -29,7 +29,9 @@ OPEN_PATHS = (
     f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady", f"{HEALTH}/Check",
 )  # fmt: skip
 """Paths that need no API key."""
-UNSCOPED = ("/", "/v1", "/version", "/metrics", "/load", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata")
+UNSCOPED = (
+    "/", "/v1", "/version", "/metrics", "/load", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata",
+)  # fmt: skip
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""

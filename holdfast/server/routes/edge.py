@@ -115,7 +115,7 @@ class Edge:
 
 
 def without_azure(scope: Scope) -> Scope:
-    """Return the scope with OpenAI's path, if it has Azure's: `/openai/v1/models`, or `/openai/models` of older clients.
+    """Return the scope with OpenAI's path if it has Azure's, such as `/openai/v1/models` or the older `/openai/models`.
 
     A deployment in the path becomes the state's `deployment`. It names the model.
     """

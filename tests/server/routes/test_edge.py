@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fake_engine import FakeClient
 
@@ -76,6 +77,19 @@ class TestAzure:
         assert [each.status_code for each in answers] == [200, 200, 404, 404]
         assert answers[1].json()["model"] == "tiny"
         assert ["org/none" in each.text for each in answers] == [False, False, False, True]
+
+    async def test_azures_own_client_chats_with_its_key_and_deployment(self, http: Http) -> None:
+        async with http(api_key=("secret",)) as api:
+            given: Any = {"azure_endpoint": "http://localhost", "api_key": "secret", "api_version": "2024-10-21"}
+            free = openai.AsyncAzureOpenAI(**given, http_client=api)
+            bound = openai.AsyncAzureOpenAI(**given, azure_deployment="tiny", http_client=api)
+            answers = [
+                await azure.chat.completions.create(model=model, messages=HELLO["messages"])
+                for azure, model in ((free, "tiny"), (bound, "gpt-4"))
+            ]
+            listed = await free.models.list()
+        assert [each.choices[0].message.content for each in answers] == ["Ahoy, sailor!"] * 2
+        assert [each.id for each in listed.data] == ["tiny"]
 
     @pytest.mark.parametrize("path", ["/openai/v1/models", "/openai/models", "/openai/v1/models/tiny"])
     async def test_openais_routes_answer_below_azures_path(self, http: Http, path: str) -> None:

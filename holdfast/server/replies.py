@@ -307,6 +307,7 @@ class ChatShape(Shape):
         self.begun: set[int] = set()
         self.thoughts = wanted.include_reasoning
         self.opening = wanted.opening
+        """Echoed text before each choice's own; empty: none."""
         self.old = bool(wanted.functions)
         """Whether the client uses the former name for calls, which allows only one call."""
 

@@ -39,10 +39,9 @@ def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tm
 
 
 @contextmanager
-def running_engine(checkpoint: Path, address: str, *more: str) -> Iterator[Any]:
-    """An engine of random weights that is ready at an address."""
-    words = (str(checkpoint), "--load-format", "random", "--listen", address)
-    with command("engine", *words, *SIZES, *more) as engine:
+def running_engine(address: str, *more: str) -> Iterator[Any]:
+    """An engine that is ready at an address."""
+    with command("engine", "--listen", address, *SIZES, *more) as engine:
         try:
             assert engine.stdout is not None
             while "serves it" not in (line := engine.stdout.readline()):
@@ -52,9 +51,9 @@ def running_engine(checkpoint: Path, address: str, *more: str) -> Iterator[Any]:
             engine.kill()
 
 
-async def test_an_engine_waits_for_its_servers_up_to_its_time_to_drain(checkpoint: Path, tmp_path: Path) -> None:
+async def test_an_engine_waits_for_its_servers_up_to_its_time_to_drain(tmp_path: Path) -> None:
     address = f"{tmp_path}/engine.sock"
-    with running_engine(checkpoint, address, "--drain-seconds", "0.5") as engine:
+    with running_engine(address, "--drain-seconds", "0.5") as engine:
         staying, _ = await Attachment.open(address)
         began = time.monotonic()
         engine.send_signal(signal.SIGTERM)
@@ -64,9 +63,9 @@ async def test_an_engine_waits_for_its_servers_up_to_its_time_to_drain(checkpoin
         await staying.close()
 
 
-async def test_a_second_signal_ends_an_engine_that_drains(checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_second_signal_ends_an_engine_that_drains(tmp_path: Path) -> None:
     address = f"{tmp_path}/engine.sock"
-    with running_engine(checkpoint, address, "--drain-seconds", "3600") as engine:
+    with running_engine(address, "--drain-seconds", "3600") as engine:
         staying, _ = await Attachment.open(address)
         engine.send_signal(signal.SIGTERM)
         assert isinstance(await staying.receive(), messages.Draining)
@@ -103,10 +102,10 @@ def test_the_key_of_an_engine_on_tcp_is_made_and_a_path_needs_none(tmp_path: Pat
     assert key_of(ListenConfig(listen="./engine.sock")) == ""
 
 
-def test_an_engine_that_no_server_attaches_to_ends_after_the_given_time(checkpoint: Path, tmp_path: Path) -> None:
-    with running_engine(checkpoint, f"{tmp_path}/engine.sock", "--end-unattended", "1") as engine:
+def test_an_engine_that_no_server_attaches_to_ends_after_the_given_time(tmp_path: Path) -> None:
+    with command("engine", "--listen", f"{tmp_path}/engine.sock", *SIZES, "--end-unattended", "1") as engine:
         _, errors = engine.communicate()
-        assert engine.returncode == 0
+    assert engine.returncode == 0
     assert "no server was attached for 1 s, so the engine ends" in errors
 
 

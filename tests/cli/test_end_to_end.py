@@ -24,6 +24,8 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello! This is a prompt of more
 def serving(checkpoint: Path) -> Iterator[Serving]:
     with serve(checkpoint, anew=True) as process:
         yield process
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(timeout=200) == 0
 
 
 def test_streams_equal_answers_and_the_prompt_is_cached_within_its_tenant(serving: Serving) -> None:
@@ -116,7 +118,7 @@ def test_chat_through_a_pipe_answers_each_line(serving: Serving) -> None:
 
 
 def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
-    with serve(checkpoint, anew=True) as serving, serving.client() as client:
+    with serve(checkpoint) as serving, serving.client() as client:
         stream = client.chat.completions.create(model="bytes", messages=HELLO, max_tokens=200, stream=True)
         next(iter(stream))
         serving.process.send_signal(signal.SIGTERM)
@@ -125,7 +127,7 @@ def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
 
 
 def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint: Path) -> None:
-    with serve(checkpoint, anew=True) as serving, serving.client() as client:
+    with serve(checkpoint) as serving, serving.client() as client:
         stream = client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
         next(iter(stream))
         os.kill(serving.engine_pid(), signal.SIGKILL)

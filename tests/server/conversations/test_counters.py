@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from test_store import AMPLE, grow, item, make_older, turn
+from storing import AMPLE, item, turn
+from test_store import grow, make_older
 
 from holdfast.server.conversations import counters, search_index, upkeep
 from holdfast.server.conversations.counters import Held

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_store import AMPLE, item, turn
+from storing import AMPLE, item, turn
 
 from holdfast.server.conversations.encoded import tokens_from_bytes
 from holdfast.server.conversations.store import SMALL, AsyncStore, Store

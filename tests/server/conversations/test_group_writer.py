@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
-from test_store import AMPLE, item, turn
+from storing import AMPLE, item, turn
 
 from holdfast.server.conversations import group_writer
 from holdfast.server.conversations import store as module

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from msgspec.json import encode
 from served import eventually
 from sqlalchemy import select, text, update
+from storing import AMPLE, item, turn
 from test_query_plans import queries
-from test_store import AMPLE, grow, item, turn
+from test_store import grow
 
 from holdfast.server.conversations import list_rows, upkeep
 from holdfast.server.conversations.database import conversations, threads

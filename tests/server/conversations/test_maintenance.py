@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_store import AMPLE, damaged, grow, said
+from storing import AMPLE
+from test_store import damaged, grow, said
 
 from holdfast.server.conversations.maintenance import backup, check
 from holdfast.server.conversations.store import Store

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from postgresql_server import empty_schema
 from sqlalchemy import event, text
-from test_store import AMPLE, grow, item, turn
+from storing import AMPLE, item, turn
+from test_store import grow
 
 from holdfast.server.conversations import prepared
 from holdfast.server.conversations.store import Store

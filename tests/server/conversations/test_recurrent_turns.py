@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +13,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from holdfast.server.conversations.database import MEMORY
 from tests.checkpoints import make
-from tests.served import eventually, started, write_tokenizer
+from tests.served import Serving, eventually, started, write_tokenizer
 
 LETTERS = 94
 """Number of tokens of the tokenizer that are printable by themselves. Their text reads as the same tokens again."""
-
-
-def test_each_turn_computes_only_its_new_tokens_and_says_what_transformers_says(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    module = make(tmp_path, "Qwen3_5Text", max_position_embeddings=1024)
-    with torch.no_grad():
-        module.lm_head.weight[LETTERS:] = 0
-    module.save_pretrained(tmp_path)
-    tokenizer = write_tokenizer(tmp_path)
-    known, text, previous = 0, "", None
-    with started(str(tmp_path), "--api-key", "one", "--cache-gb", "0.02", "--max-sequences", "4") as serving:
-        assert "paged, because Qwen3_5ForCausalLM has a native decoder" in serving.announced
-        assert "snapshots on the device" in serving.announced
-        client = serving.client()
-        model = client.models.list().data[0].id
-        for message in ("Tell me of the sea.", "And then?", "Why?"):
-            answer = client.responses.create(
-                model=model, input=message, previous_response_id=previous, max_output_tokens=20, temperature=0
-            )
-            text += f"<user>{message}<assistant>"
-            prompt = torch.tensor([tokenizer.encode(text, add_special_tokens=False).ids])
-            said = module.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
-            assert answer.output_text == tokenizer.decode(said.tolist())
-            assert answer.usage is not None and answer.usage.input_tokens == prompt.shape[1]
-            assert answer.usage.input_tokens_details.cached_tokens == max(0, known - 1)
-            known, text, previous = prompt.shape[1] + 20, text + answer.output_text, answer.id
-        assert serving.gauge("snapshot_hits_total") == 2
 
 
 class Speaker:
@@ -58,7 +33,7 @@ class Speaker:
         self.module.save_pretrained(directory)
         self.tokenizer: Tokenizer = write_tokenizer(directory)
 
-    def options(self, store: Path) -> tuple[str, ...]:
+    def options(self, store: Path | str) -> tuple[str, ...]:
         """The words after `holdfast serve`."""
         sizes = ("--cache-gb", "0.02", "--max-sequences", "4")
         return (str(self.directory), "--api-key", "one", "--store", str(store), *sizes)
@@ -88,6 +63,25 @@ class Speaker:
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
     return Speaker(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def serving(speaker: Speaker) -> Iterator[Serving]:
+    """A server whose store is in memory, for tests that end none."""
+    with started(*speaker.options(MEMORY)) as serving:
+        yield serving
+
+
+def test_each_turn_computes_only_its_new_tokens_and_says_what_transformers_says(
+    speaker: Speaker, serving: Serving
+) -> None:
+    assert "paged, because Qwen3_5ForCausalLM has a native decoder" in serving.announced
+    assert "snapshots on the device" in serving.announced
+    client, text, previous, cached = serving.client(), "", None, 0
+    hits = serving.gauge("snapshot_hits_total")
+    for message in ("Tell me of the sea.", "And then?", "Why?"):
+        text, previous, cached = speaker.check_turn(client, text, previous, message, cached)
+    assert serving.gauge("snapshot_hits_total") - hits == 2
 
 
 @pytest.mark.long
@@ -135,22 +129,21 @@ def test_after_a_kill_the_next_turn_finds_its_blocks_and_its_state_on_the_disk(
         assert serving.gauge("prefix_tokens_hit_on_disk_total") >= further
 
 
-def test_chats_without_a_store_begin_at_the_end_of_the_last_turn(speaker: Speaker, tmp_path: Path) -> None:
-    with started(*speaker.options(tmp_path / "store.sqlite")) as serving:
-        client = serving.client()
-        model = client.models.list().data[0].id
+def test_chats_without_a_store_begin_at_the_end_of_the_last_turn(speaker: Speaker, serving: Serving) -> None:
+    client = serving.client()
+    model = client.models.list().data[0].id
 
-        def check_chat(text: str, messages: list[Any], message: str, cached: int) -> tuple[str, list[Any], int]:
-            """Ask, check the answer and its usage, and return the text and the messages with it, and what is kept."""
-            messages, text = [*messages, {"role": "user", "content": message}], f"{text}<user>{message}<assistant>"
-            answer = client.chat.completions.create(model=model, messages=messages, max_tokens=20, temperature=0)
-            (said, length), usage = speaker.says(text), answer.usage
-            assert answer.choices[0].message.content == said
-            assert usage is not None and usage.prompt_tokens_details is not None
-            assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (length, cached)
-            return text + said, [*messages, {"role": "assistant", "content": said}], length + 19
+    def check_chat(text: str, messages: list[Any], message: str, cached: int) -> tuple[str, list[Any], int]:
+        """Ask, check the answer and its usage, and return the text and the messages with it, and what is kept."""
+        messages, text = [*messages, {"role": "user", "content": message}], f"{text}<user>{message}<assistant>"
+        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=20, temperature=0)
+        (said, length), usage = speaker.says(text), answer.usage
+        assert answer.choices[0].message.content == said
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (length, cached)
+        return text + said, [*messages, {"role": "assistant", "content": said}], length + 19
 
-        *first, kept = check_chat("", [], "Count the ships.", cached=0)
-        *second, further = check_chat(*first, "Again?", cached=kept)
-        check_chat(*second, "And again?", cached=further)
-        check_chat(*first, "A fork.", cached=kept)
+    *first, kept = check_chat("", [], "Count the ships.", cached=0)
+    *second, further = check_chat(*first, "Again?", cached=kept)
+    check_chat(*second, "And again?", cached=further)
+    check_chat(*first, "A fork.", cached=kept)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import sqlalchemy
 from sqlalchemy import text
-from test_store import AMPLE, grow, item, turn
+from storing import AMPLE, item, turn
+from test_store import grow
 
 from holdfast.server.conversations import search_index
 from holdfast.server.conversations.search_index import Places, conversation_places, index_of, tenant_places

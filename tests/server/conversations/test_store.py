@@ -20,21 +20,21 @@ from typing import Any
 
 import pytest
 import sqlalchemy
+import storing
 from prometheus_client import generate_latest
 from sqlalchemy import text
+from storing import AMPLE, item, turn
 
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import conversation_store, database, turn_store, values
 from holdfast.server.conversations.database import MEMORY, STEPS, Database, default_bytes, migrate
 from holdfast.server.conversations.store import AsyncStore, Store, StoreError
-from holdfast.server.conversations.values import Bounds, Conflict, Context, NotFound, ThreadTooLarge, Turn
+from holdfast.server.conversations.values import Bounds, Conflict, Context, NotFound, ThreadTooLarge
 from holdfast.server.jobs.tables import STEPS as JOB_STEPS
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 from holdfast.server.run import open_store
-
-AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
 
 
 class Clock:
@@ -144,34 +144,6 @@ def test_servers_that_start_at_once_on_an_empty_file_all_open_it(tmp_path: Path,
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(start, range(4)))
-
-
-def item(text: str, role: str = "user") -> dict[str, Any]:
-    return {"id": f"msg_{text}", "type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
-
-
-def turn(
-    name: str,
-    context: Context | None = None,
-    *,
-    tokens: list[int] | None = None,
-    tenant: str = "a",
-    status: str = "completed",
-    **fields: Any,
-) -> Turn:
-    """Return a turn that says `name` and is answered in capitals."""
-    output = [item(name.upper(), "assistant")] if status in ("completed", "incomplete") else []
-    response = {"id": name, "status": status, "output": output}
-    return Turn(
-        response=response,
-        tenant=tenant,
-        input=[item(name)],
-        context=context or Context(),
-        tokens=tokens if tokens is not None else [*(context.tokens if context else ()), len(name)],
-        characters=7,
-        digest=b"digest",
-        **fields,
-    )
 
 
 def said(context: Context) -> list[str]:
@@ -485,7 +457,7 @@ class TestCrashes:
     PROGRAM = """
 import os, sys, sqlalchemy
 sys.path[:0] = {path!r}
-from test_store import AMPLE, turn
+from storing import AMPLE, turn
 from holdfast.server.conversations import prepared
 from holdfast.server.conversations.store import Store
 store, run = Store.open({where!r}, AMPLE), prepared.executed
@@ -515,7 +487,7 @@ store.turns.commit(turn("two", store.conversations.context("a", "conv"), convers
         self, tmp_path: Path, opened: Callable[..., Store], moment: str
     ) -> None:
         where = str(tmp_path / "store.sqlite")
-        paths = [str(Path(__file__).parent), *sys.path]
+        paths = [str(Path(storing.__file__).parent), *sys.path]
         program = self.PROGRAM.format(path=paths, where=where, moment=moment)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]

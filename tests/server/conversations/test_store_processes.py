@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -12,45 +11,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import storing
 from sqlalchemy import text
-from test_store import AMPLE, turn
+from storing import AMPLE, BUSY, CLIENTS
 
 from holdfast.server.conversations.leases import conversation_key
-from holdfast.server.conversations.store import AsyncStore, Store
-from holdfast.server.conversations.values import Context
-from holdfast.server.protocol import ApiError
+from holdfast.server.conversations.store import Store
 
-PROCESSES, CLIENTS = 4, 64
-"""Number of processes, and of turns that each of them stores at the same time."""
-BUSY = "busy"
-"""Conversation that another server locks all the time."""
-
-
-async def talk(store: AsyncStore, name: str, turns: int) -> None:
-    """Store turns of a conversation, and print the id of each once it is stored. Tries to lock BUSY before each."""
-    key, busy = conversation_key("a", name), conversation_key("a", BUSY)
-    await store.run(lambda store: store.conversations.create("a", name, {}, []))
-    for number in range(turns):
-        try:
-            await store.run(lambda store: store.leases.lock(busy))
-            print("the busy conversation was not locked", flush=True)
-        except ApiError as error:
-            assert (error.status, error.code) == (409, "conversation_busy")
-        await store.run(lambda store: store.leases.lock(key))
-        context: Context = await store.read(lambda store: store.conversations.context("a", name))
-        answered = turn(f"{name}_{number}", context, conversation=name)
-        await store.run(lambda store, answered=answered: store.turns.commit(answered))
-        print(answered.id, flush=True)
-        await store.run(lambda store: store.leases.unlock(key))
-
-
-async def serve(where: str, process: str) -> None:
-    """Store the turns of CLIENTS clients at once. A line on the standard input says how many turns each stores."""
-    store = AsyncStore(Store.open(where, AMPLE))
-    print("ready", flush=True)
-    turns = int(await asyncio.to_thread(sys.stdin.readline))
-    await asyncio.gather(*(talk(store, f"p{process}c{number}", turns) for number in range(CLIENTS)))
-    await asyncio.to_thread(store.close)
+PROCESSES = 4
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -69,8 +37,8 @@ def processes(where: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def started(where: str, number: int) -> subprocess.Popen[str]:
-    program = f"import sys\nsys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\nimport asyncio\n"
-    program += f"import {Path(__file__).stem} as this\nasyncio.run(this.serve({where!r}, '{number}'))"
+    program = f"import sys\nsys.path[:0] = {[str(Path(storing.__file__).parent), *sys.path]!r}\nimport asyncio\n"
+    program += f"import storing\nasyncio.run(storing.serve({where!r}, '{number}'))"
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

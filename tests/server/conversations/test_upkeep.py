@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import event, func, select, text
-from test_store import AMPLE, grow, item, turn
+from storing import AMPLE, item, turn
+from test_store import grow
 
 from holdfast.server.conversations import database, search_index, upkeep
 from holdfast.server.conversations.database import Database

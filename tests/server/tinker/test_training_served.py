@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,15 @@ def run(url: str, disturb: Callable[[int], None]) -> tuple[list[float], list[lis
         return losses, logprobs(training)
 
 
-def test_a_loop_learns_and_goes_on_from_its_saved_state_with_the_same_bits(tmp_path: Path) -> None:
-    key = {"api_key": "tml-one"}
-    with started(*options(tmp_path)) as server, tinker.ServiceClient(base_url=server.url, **key) as client:
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server that no test ends."""
+    with started(*options(tmp_path_factory.mktemp("calm"))) as serving:
+        yield serving
+
+
+def test_a_loop_learns_and_goes_on_from_its_saved_state_with_the_same_bits(calm: Serving) -> None:
+    with tinker.ServiceClient(base_url=calm.url, api_key="tml-one") as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=11).result(250)
         losses = [train(training, 0) for _ in range(4)]
         assert losses == sorted(losses, reverse=True)
@@ -76,13 +82,12 @@ def test_a_loop_learns_and_goes_on_from_its_saved_state_with_the_same_bits(tmp_p
         assert logprobs(resumed) == logprobs(training)
 
 
-def test_killed_servers_and_engines_lose_no_step_and_apply_none_twice(tmp_path: Path) -> None:
-    with started(*options(tmp_path / "calm")) as server:
-        expected = run(server.url, lambda step: None)
+def test_killed_servers_and_engines_lose_no_step_and_apply_none_twice(calm: Serving, tmp_path: Path) -> None:
+    expected = run(calm.url, lambda step: None)
     port, servers = free_port(), []
 
     def start() -> Serving:
-        context = started(*options(tmp_path / "killed", port))
+        context = started(*options(tmp_path, port))
         servers.append(context)
         return context.__enter__()
 

@@ -28,13 +28,24 @@ SPLIT = "lm"
 Kind = Literal["pure", "plain", "torch"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Module:
     """One source file: its dotted name without the package's, its tree, its number of lines."""
 
     name: str
     tree: ast.Module
     lines: int
+
+    @cached_property
+    def imports(self) -> list[str]:
+        """The dotted names that the module imports. `from a import b` gives a.b and a."""
+        found: list[str] = []
+        for node in statements(self.tree):
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+        return found
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,7 @@ class Package:
         pure = next((c["source_modules"] for c in contracts if c["name"].endswith("are pure")), None)
         if layers is None or pure is None:
             raise ValueError("pyproject.toml has no contract for the layers of the package, or none for its pure rooms")
-        modules = []
-        for path in sorted((root / PACKAGE).rglob("*.py")):
-            parts = path.relative_to(root / PACKAGE).with_suffix("").parts
-            text = path.read_text()
-            name = ".".join(parts).removesuffix("__init__").rstrip(".")
-            name = "" if name == "__main__" else name  # the package as a program, like the package, is no room
-            modules.append(Module(name, ast.parse(text), text.count("\n")))
+        modules = [*modules_below(root)]
         named = [name.removeprefix(f"{PACKAGE}.") for name in pure]
         found = [name for each in named for name in ([m.name for m in modules if fnmatch(m.name, each)] or [each])]
         return cls(tuple(modules), tuple(layers), tuple(found))
@@ -89,7 +94,7 @@ class Package:
     def imported(self, module: Module) -> Iterator[str]:
         """The package's modules that a module imports anywhere, also in functions and under TYPE_CHECKING."""
         names = {other.name for other in self.modules}
-        for name in _imports(module.tree):
+        for name in module.imports:
             if name.split(".")[0] == PACKAGE:
                 inner = name.removeprefix(PACKAGE).lstrip(".")
                 yield inner if inner in names else inner.rpartition(".")[0]
@@ -115,7 +120,7 @@ class Package:
         if room in self.pure:
             return "pure"
         members = [module for module in self.modules if self.room(module.name) == room]
-        return "torch" if any(n.split(".")[0] == "torch" for m in members for n in _imports(m.tree)) else "plain"
+        return "torch" if any(n.split(".")[0] == "torch" for m in members for n in m.imports) else "plain"
 
     def duty(self, room: str) -> str:
         """The purpose of the room: the first sentence of its docstring."""
@@ -131,16 +136,28 @@ class Package:
         return [*rows, ("all", len(self.modules), sum(module.lines for module in self.modules))]
 
 
-@cache
-def _imports(tree: ast.Module) -> list[str]:
-    """The dotted names that a module imports. `from a import b` gives a.b and a."""
-    found: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+def modules_below(root: Path = ROOT) -> Iterator[Module]:
+    """Each module of the package below `root`, in the order of the files' names. Reads a file when it is asked for."""
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root / PACKAGE).with_suffix("").parts
+        text = path.read_text()
+        name = ".".join(parts).removesuffix("__init__").rstrip(".")
+        name = "" if name == "__main__" else name  # the package as a program, like the package, is no room
+        yield Module(name, ast.parse(text), text.count("\n"))
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """The node and all statements below it, handlers and cases too, in the order of the source.
+
+    This walk is ten times faster than that of all nodes: most of them are expressions.
+    """
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for inner in ("finalbody", "orelse", "cases", "handlers", "body"):
+            if isinstance(below := getattr(node, inner, ()), list):  # those of an expression are no lists
+                left += reversed(below)
 
 
 def _downward(rooms: list[str], imports: dict[str, dict[str, int]]) -> list[str]:

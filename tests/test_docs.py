@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from scripts.gather_pages import pages
-from scripts.rooms import Package
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -143,14 +142,6 @@ def test_a_decode_step_is_told_in_at_most_fifteen_files() -> None:
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
     assert 10 <= len(rows) <= 15
     assert len({file for _, file in rows}) == len(rows)
-
-
-def test_the_architecture_lists_the_rooms_of_the_contracts() -> None:
-    package = Package.read(ROOT)
-    listed = re.findall(r"^\| `([a-z_/]+?)(?:\.py)?` \|", section("Rooms"), re.MULTILINE)
-    assert [name for name in listed if "/" not in name] == list(package.layers)
-    inner = [room.replace(".", "/") for room in package.rooms if room.startswith("lm.")]
-    assert sorted(name for name in listed if "/" in name) == sorted(inner)
 
 
 def test_figures_of_the_front_page_are_those_of_the_benchmarks() -> None:

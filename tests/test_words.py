@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts.rooms import Package
+from scripts.rooms import modules_below, statements
 
 ROOT = Path(__file__).parent.parent
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
@@ -119,8 +118,7 @@ def _is_public(name: str) -> bool:
 @cache
 def names() -> list[str]:
     """All public names."""
-    modules = Package.read(ROOT).modules
-    return sorted({name for module in modules for name in public_names(module.name, module.tree)})
+    return sorted({name for module in modules_below(ROOT) for name in public_names(module.name, module.tree)})
 
 
 def test_every_kind_of_public_name_is_read() -> None:
@@ -280,19 +278,11 @@ VAGUE = re.compile(r"(?<!-)\b(so many|beside|behind|told|tells?)\b(?!-)")
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings of a module, with their line numbers. Docs of fields are docstrings too.
-
-    Only statements are walked: most nodes are expressions.
-    """
-    left: list[Any] = [ast.parse(source)]
-    while left:
-        node = left.pop()
+    """The docstrings of a module, with their line numbers. Docs of fields are docstrings too."""
+    for node in statements(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
-        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
-            if isinstance(statements := getattr(node, inner, ()), list):  # those of an expression are no lists
-                left += statements
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:

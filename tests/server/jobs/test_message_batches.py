@@ -6,9 +6,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from batch_lines import line
@@ -19,6 +18,9 @@ from holdfast.server.jobs.message_batches import MessageBatches, read_batch, sho
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import ApiError
+
+if TYPE_CHECKING:  # otherwise each process that collects tests would import the SDK, which takes 1.5 s
+    import anthropic
 
 Http = Callable[..., httpx.AsyncClient]
 Listening = Callable[..., Any]
@@ -50,6 +52,8 @@ async def results(here: Server, id: str, tenant: str = "") -> dict[str, Any]:
 
 @pytest.fixture
 async def api(listening: Listening) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with (
         listening() as server,
         anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api,
@@ -101,6 +105,8 @@ async def test_the_url_of_results_leads_through_the_proxy(http: Http) -> None:
 
 
 async def test_batches_are_listed_by_page_and_apart_from_openais(api: anthropic.AsyncAnthropic) -> None:
+    import anthropic
+
     request: Any = {"custom_id": "a", "params": PARAMS}
     ids = [(await api.messages.batches.create(requests=[request])).id for _ in range(5)][::-1]
     assert [each.id async for each in api.messages.batches.list(limit=2)] == ids

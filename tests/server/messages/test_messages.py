@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic.types import Message
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
 from tests.served import Serving, make_checkpoint, serve
+
+if TYPE_CHECKING:  # otherwise each process that collects tests would import the SDK, which takes 1.5 s
+    import anthropic
+    from anthropic.types import Message
 
 HELLO: Any = {"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
 WEATHER: Any = {
@@ -38,6 +40,8 @@ def client() -> FakeClient:
 
 @pytest.fixture
 async def api(client: FakeClient) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with (
         listening(client) as server,
         anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api,
@@ -216,6 +220,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 async def test_a_wrong_request_is_refused_in_anthropics_shape(
     api: anthropic.AsyncAnthropic, asked: Any, reason: str
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match=reason) as refused:
         await api.messages.create(**HELLO | asked)
     body: Any = refused.value.body
@@ -261,6 +267,8 @@ async def test_the_answer_goes_on_where_the_client_has_begun_it(
 async def test_threads_are_refused_so_that_clients_send_the_whole_conversation(
     api: anthropic.AsyncAnthropic, thread: Any, status: int, code: str
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.APIStatusError) as refused:
         await api.messages.create(**HELLO, extra_body={"thread": thread})
     body: Any = refused.value.body
@@ -269,6 +277,8 @@ async def test_threads_are_refused_so_that_clients_send_the_whole_conversation(
 
 
 async def test_models_are_listed_in_anthropics_form_to_its_clients(api: anthropic.AsyncAnthropic) -> None:
+    import anthropic
+
     listed = await api.models.list()
     (model,) = listed.data
     assert (model.id, model.type, model.display_name, listed.has_more) == ("tiny", "model", "tiny", False)
@@ -280,6 +290,8 @@ async def test_models_are_listed_in_anthropics_form_to_its_clients(api: anthropi
 
 
 async def test_other_errors_have_anthropics_types(client: FakeClient) -> None:
+    import anthropic
+
     async with listening(client, api_key=("secret",)) as server:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="wrong", max_retries=0) as api:
             with pytest.raises(anthropic.AuthenticationError) as unknown:
@@ -296,6 +308,8 @@ async def test_other_errors_have_anthropics_types(client: FakeClient) -> None:
 async def test_an_engine_that_dies_ends_the_stream_with_an_error(
     client: FakeClient, api: anthropic.AsyncAnthropic
 ) -> None:
+    import anthropic
+
     client.hold = asyncio.Event()
     with pytest.raises(anthropic.APIStatusError) as failed:
         async for event in await api.messages.create(**HELLO, stream=True):
@@ -311,6 +325,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def test_a_real_engine_stops_at_a_stop_sequence_and_names_it(serving: Serving) -> None:
+    import anthropic
+
     with anthropic.Anthropic(base_url=serving.url, api_key="one", max_retries=0) as api:
         asked: Any = {"model": "bytes", "max_tokens": 40, "messages": HELLO["messages"]}
         asked["extra_body"] = {"temperature": 0}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from version_before import ROOT, unpack
@@ -17,6 +19,8 @@ from holdfast.cluster.attach_spawner import AttachSpawner
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.types import SamplingParams
+from tests import served
+from tests.forked import COMMAND
 
 PROMPT = list(range(40, 104))
 SERVER = """\
@@ -48,10 +52,17 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine_of(code: Path, address: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An engine that runs this code."""
+    """An engine that runs this code. One of this version is forked."""
     options = ["--cache-gb", "0.02", "--threads", "1", "--device", "cpu", *more]
-    command = [sys.executable, "-P", "-m", "holdfast.cli", "engine", "--listen", address, *options]
-    with subprocess.Popen(command, env=environment(code), stdout=subprocess.DEVNULL) as process:
+    arguments = ["-m", COMMAND, "engine", "--listen", address, *options]
+    started: Any
+    if code == ROOT:
+        command = [sys.executable, *arguments]
+        started = served.processes.Popen(command, env=environment(code), stdout=subprocess.DEVNULL)
+    else:
+        command = [sys.executable, "-P", *arguments]
+        started = subprocess.Popen(command, env=environment(code), stdout=subprocess.DEVNULL)
+    with started as process:
         try:
             yield process
         finally:
@@ -98,7 +109,7 @@ def test_an_engine_works_with_a_server_of_the_version_before_and_ends_once_it_ha
     assert done.returncode == 0, done.stderr
     code, tokens, has_blocks = done.stdout.split()
     assert code.startswith(str(before)) and (tokens, has_blocks) == ("4", "True")
-    new.terminate()
+    new.send_signal(signal.SIGTERM)
     assert new.wait(200) == 0, "nobody is attached, so it ends at once"
 
 

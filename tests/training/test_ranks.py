@@ -152,7 +152,7 @@ def test_other_families_are_tuned_alike(family: str, modules: tuple[str, ...], t
 def test_norms_over_the_heads_of_all_ranks_are_tuned_as_on_one_rank(layout: Layout, tmp_path: Path) -> None:
     """With four ranks, two hold each of the two KV heads."""
     native("olmo2", tmp_path / "base", initializer_range=0.5)
-    jobs = [new_job(tmp_path, name=name, epochs=3, modules=("q", "k", "v")) for name in ("alone", "shared")]
+    jobs = [new_job(tmp_path, name=name, modules=("q", "k", "v")) for name in ("alone", "shared")]
     expected, pairs = trained(Layout(), tmp_path / "base", jobs[0], finish)
     found, theirs = trained(layout, tmp_path / "base", jobs[1], interrupted)
     assert found == pytest.approx(expected, rel=1e-4)
@@ -166,7 +166,7 @@ def test_a_dora_is_tuned_as_on_one_rank(family: str, layout: Layout, tmp_path: P
     """With four ranks, two hold each KV head; each rank has a part of each row of o and down."""
     native(family, tmp_path / "base", **SIZES)
     modules = FAMILIES.get(family, ("q", "k", "v", "o", "gate", "up", "down"))
-    jobs = [new_job(tmp_path, name=name, epochs=3, modules=modules, dora=True) for name in ("alone", "shared")]
+    jobs = [new_job(tmp_path, name=name, modules=modules, dora=True) for name in ("alone", "shared")]
     expected, pairs = trained(Layout(), tmp_path / "base", jobs[0], finish)
     found, theirs = trained(layout, tmp_path / "base", jobs[1], interrupted)
     assert found == pytest.approx(expected, rel=1e-4)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.lm.models.decoder import Decoder
@@ -58,7 +58,7 @@ def undisturbed(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.always("qwen2")
-@settings(max_examples=6)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.large_base_example])  # even the plainest history is long
 @given(chance=st.randoms(use_true_random=False))
 def test_three_jobs_interrupted_at_random_give_the_bits_of_each_alone(
     model: Decoder,

@@ -752,6 +752,7 @@ def test_a_narrow_window_cuts_nothing_off(opened: Any, width: int) -> None:
     assert page.locator("#set-preset").bounding_box()["width"] > 180
     assert page.locator(".dialog").evaluate("(dialog) => dialog.scrollWidth - dialog.clientWidth") == 0
     page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("?")
     keys = page.locator(".shortcuts dt", has_text="Alt")

@@ -27,8 +27,8 @@ class Logprobs(NamedTuple):
     """The log probabilities of the K most probable tokens of each row, in descending order."""
     top_ids: torch.Tensor  # [T, K] int64
     rank: torch.Tensor | None = None  # [T] int64
-    """Number of tokens at each place that are at least as probable as its token, which counts itself. None if it was
-    not asked for."""
+    """Number of tokens at each place that are at least as probable as the token there, itself included; None if not
+    asked for."""
 
     def on_host(self) -> Logprobs:
         """A copy in pinned memory of the host. It is complete once the work on the current stream is done."""

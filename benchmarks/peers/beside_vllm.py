@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -492,7 +492,7 @@ def main() -> None:
         if left < arguments.need:
             print(f"BESIDE left for later: {job.name}", flush=True)
             continue
-        job = Job(job.name, job.engine, job.command, min(job.limit, left), job.about)
+        job = replace(job, limit=min(job.limit, left))
         done.append(run(job, arguments))
         print("BESIDE " + json.dumps({key: done[-1][key] for key in ("name", "ended", "seconds")}), flush=True)
         for line in done[-1]["last_lines"]:

@@ -1,12 +1,14 @@
-"""The copies of the peer's driver with which Holdfast is compared."""
+"""The peer's driver: the copies with which Holdfast is compared, and the packages that it finds."""
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import beside_vllm
 from benchmarks.peers.beside_vllm import STD, with_qwen, with_weights
 
 DRIVER = """
@@ -66,3 +68,17 @@ def test_a_driver_that_is_not_known_is_refused(tmp_path: Path) -> None:
     driver.write_text(DRIVER.replace('say(name=a.name, what="start")', "pass"))
     with pytest.raises(ValueError, match=r"driver\.py is not the driver that is known"):
         with_weights(driver, tmp_path)
+
+
+def test_a_peer_finds_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, driver, out = tmp_path / "site", tmp_path / "driver.py", tmp_path / "out"
+    site.mkdir()
+    (site / "the_peer.py").write_text('START = \'PEER {"what": "start", "s": 1.0}\'')
+    driver.write_text("import the_peer; print(the_peer.START)")
+    places = ["--peer", str(driver), "--site", str(site), "--out", str(out)]
+    chosen = ["--parts", "stall", "--engines", "vllm", "--dummy-weights", "--need", "1"]
+    monkeypatch.setattr("sys.argv", ["beside_vllm.py", *places, *chosen])
+    beside_vllm.main()
+    (job,) = json.loads((out / "beside.json").read_text())["jobs"]
+    assert (job["name"], job["ended"]) == ("vllm stall", 0), job["last_lines"]
+    assert [row["what"] for row in job["rows"]] == ["start"]

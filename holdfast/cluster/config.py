@@ -137,8 +137,8 @@ class ClusterConfig:
         """
         if self.many and engine.enable_sleep_mode:
             raise ValueError(
-                f"enable_sleep_mode is on, and requests are routed to {self.most} replicas or to engines elsewhere: only "
-                "the single engine of a server sleeps; drop one of them"
+                "enable_sleep_mode is on, and requests are routed to replicas or to engines elsewhere: only the single "
+                "engine of a server sleeps; drop one of them"
             )
         if self.ray is None or not engine.tuning:
             return

@@ -456,8 +456,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     async def wake_up(self, tags: Sequence[Tag] = ()) -> None:
         """Let the engine take memory back, by default all; it takes requests once all is there.
 
-        `tags` are `weights` and `kv_cache`. Raises SleepError with the reason if the memory is not there, and the engine
-        then sleeps on; and EngineDead.
+        `tags` are `weights` and `kv_cache`. Raises SleepError with the reason if the memory is not there: the engine
+        then sleeps on. Raises EngineDead.
         """
         self._check_sleeps()
         await asyncio.shield(self._questions.ask(lambda number: WakeUp(number, [*tags])))

@@ -320,7 +320,8 @@ class SleepMemory:
             needed, (free, total) = sum(each.size for each in self._of(tag)), memory_of(self._device)
             if needed > free:
                 raise MemoryError(
-                    f"{tag} takes {needed / 1e9:.2f} GB: of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} are free"
+                    f"{tag} takes {needed / 1e9:.2f} GB, and of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} are "
+                    "free: free some, and wake it up again"
                 )
             if tag == "weights" and self._absent[tag] > 1:
                 self._read_again()

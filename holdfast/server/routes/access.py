@@ -30,7 +30,8 @@ OPEN_PATHS = (
 )  # fmt: skip
 """Paths that need no API key."""
 UNSCOPED = (
-    "/", "/v1", "/version", "/metrics", "/load", "/is_sleeping", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata",
+    "/", "/v1", "/version", "/metrics", "/load", "/is_sleeping", "/openapi.json", "/v1/models", "/v2",
+    f"{SERVICE}/ServerMetadata",
 )  # fmt: skip
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization", "/sleep", "/wake_up")

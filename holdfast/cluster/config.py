@@ -131,10 +131,15 @@ class ClusterConfig:
         return self.most > 1 or self.ray is not None or bool(self.engines)
 
     def check(self, engine: EngineConfig, tuning_state: str | None) -> None:
-        """Raises ValueError for options that engines on other hosts cannot follow.
+        """Raises ValueError for options that several engines, or engines on other hosts, cannot follow.
 
         `tuning_state` is the server's directory of tuning jobs; None: the default, which each host has for itself.
         """
+        if self.many and engine.enable_sleep_mode:
+            raise ValueError(
+                "enable_sleep_mode is on, and requests are routed to replicas or to engines elsewhere: only the single "
+                "engine of a server sleeps; drop one of them"
+            )
         if self.ray is None or not engine.tuning:
             return
         if tuning_state is None:

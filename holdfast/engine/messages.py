@@ -21,6 +21,7 @@ from holdfast.lm.parts.adapters import messages as adapters
 from holdfast.lm.parts.message import Message
 from holdfast.lm.parts.moves import messages as moves
 from holdfast.lm.parts.pauses import messages as pauses
+from holdfast.lm.parts.sleep import messages as sleep
 from holdfast.lm.parts.tuning import messages as tuning
 from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
@@ -539,17 +540,19 @@ class Submitted(Message, tag="submit"):
 ToEngine = (
     Start | StartApp | Attach | Detach | Introduce | Drain | Submit | Infer | Abort | Adopt | Ask | CountClients
     | Watch | TokenWaits | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    | sleep.ToEngine
 )  # fmt: skip
 FromEngine = (
     Hello | Progress | Ready | Attached | Draining | Drained | Servers | Adopted | AppReady | Outputs | Results
     | Refused | ContractRefusal | Failed | Stats | Clock | ClientCount | Steps | Activity | AppAnswer | Failure
-    | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    | adapters.FromEngine | tuning.FromEngine | moves.FromEngine | sleep.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
     Start | StartApp | Attach | Detach | Introduce | Drain | Submitted | Infer | Abort | Adopt | Ask | CountClients
     | Watch | TokenWaits | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    | sleep.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -17,8 +17,9 @@ WIRE = 2
 """The version of the messages. Peers that send none, as they had no version yet, count as 1."""
 SINCE = dict.fromkeys(
     (
-        "adopt", "adopted", "client-count", "count-clients", "drain", "drained", "draining", "driven-progress",
-        "driven-started", "introduce", "run-call", "servers", "start-driven", "token-waits",
+        "adopt", "adopted", "asleep", "client-count", "count-clients", "drain", "drained", "draining",
+        "driven-progress", "driven-started", "introduce", "run-call", "servers", "sleep", "sleep-refused", "slept",
+        "start-driven", "token-waits", "wake-up",
     ),
     2,
 )  # fmt: skip

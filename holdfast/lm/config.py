@@ -8,6 +8,7 @@ from holdfast.lm.parts.adapters.options import AdapterOptions
 from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.moves.options import MoveOptions
 from holdfast.lm.parts.pauses.options import PauseOptions
+from holdfast.lm.parts.sleep.options import SleepOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
 from holdfast.lm.parts.states.options import StateOptions
 from holdfast.lm.parts.tenants.options import TenantOptions
@@ -17,6 +18,7 @@ from holdfast.lm.parts.tuning.options import TuningOptions
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(
+    SleepOptions,
     TuningOptions,
     AdapterOptions,
     SpeculationOptions,

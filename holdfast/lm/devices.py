@@ -41,9 +41,12 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     return max(free, 0), total
 
 
-def memory_of_others(device: torch.device, free: int, total: int, reserved: float) -> int:
-    """Bytes of a GPU that are used, by this process as well, or `reserved` for others as a share of `total`."""
-    return max(total - free, taken_memory(device) + int(reserved * total))
+def memory_of_others(device: torch.device, free: int, total: int, reserved: float, own: int = 0) -> int:
+    """Bytes of a GPU that are used, by this process as well, or `reserved` for others as a share of `total`.
+
+    `own` is what this process has taken from the GPU without PyTorch's allocator.
+    """
+    return max(total - free, taken_memory(device) + own + int(reserved * total))
 
 
 def taken_memory(device: torch.device) -> int:

@@ -33,6 +33,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         prepare: Callable[[], bool] = lambda: False,
         gap: Callable[[], bool] = lambda: False,
         observers: Iterable[Observer[Plan, Result]] = (),
+        halted: Callable[[], bool] = lambda: False,
     ) -> None:
         """`refresh` is called before the planner plans or gives its stats, to pass it the latest changes.
 
@@ -42,6 +43,8 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         If so, the steps in flight end first, and `prepare` is called before the next plan if `gap` still says so.
 
         `observers` see every step, in this order; `observe` adds one to them.
+
+        While `halted` says so, nothing is planned or prepared, and there is no work but that of the steps in flight.
         """
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
@@ -50,6 +53,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._refresh, self._on_close, self._prepare, self._gap = refresh, on_close, prepare, gap
+        self._halted = halted
         self._observers = [*observers]
         self._plans: deque[Plan] = deque()
         self.prepared = False
@@ -77,7 +81,9 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         Returns None, at once, if nothing is in flight.
         """
         self._refresh()
-        if not self._gap():
+        if self._halted():
+            pass
+        elif not self._gap():
             self._submit()
         elif not self._plans:
             self.prepare()
@@ -102,10 +108,12 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
     def has_work(self) -> bool:
         """Whether a further step would do anything: a request has not ended, or a step is in flight."""
-        return bool(self._plans) or self.planner.has_work()
+        return bool(self._plans) or (not self._halted() and self.planner.has_work())
 
     def prepare(self) -> bool:
         """Use a pause without work to prepare something that makes later steps faster. False if nothing is left."""
+        if self._halted():
+            return False
         more = self._prepare()
         self.prepared = self.prepared or not (more or self._plans)
         return more

@@ -71,6 +71,7 @@ from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes
 from holdfast.server.routes.similarity import add_similarity_routes
+from holdfast.server.routes.sleep import add_sleep_routes
 from holdfast.server.routes.sockets import Sockets
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tinker import FORWARD, add_checkpoint_routes, add_client_routes
@@ -172,6 +173,7 @@ def create_app(
         shared = SharedAdapters(service, held)
         app.state.shared_adapters = shared
         add_activity_routes(app, service, config)
+        add_sleep_routes(app, service, config)
         chats = StoredChats(held)
         add_completion_routes(app, service, chats)
         add_chat_store_routes(app, chats, config)

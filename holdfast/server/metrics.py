@@ -46,6 +46,7 @@ STATS = {
     "host_blocks_ready": ("gauge", "host_blocks_ready", "Blocks of the host tier that are usable now"),
     "host_blocks_cached": ("gauge", "host_blocks_cached", "Blocks of the host tier that hold state"),
     "warming": ("gauge", "engines_warming", "Engines with graphs to capture or host memory to pin"),
+    "sleep_level": ("gauge", "sleep_level", "Level at which the engine sleeps; 0 while it is awake"),
     "preemptions": ("counter", "preemptions", "Requests that lost their blocks to make room"),
     "suspensions": ("counter", "suspensions", "Preempted requests whose state went to the host tier"),
     "prefix_queries": ("counter", "prefix_tokens_queried", "Prompt tokens looked up in the prefix cache"),

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 from holdfast.cluster.replicas import Replicas
+from holdfast.engine.client.client import EngineClient
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError
@@ -48,6 +49,8 @@ class Readiness:
             return "no replica serves"
         if self._warm_at is not None and await self._warming():
             return "warming up"
+        if await asleep(self._clients, self._seconds):
+            return "asleep"
         return None if self._store is None else await self._trouble_of(self._store)
 
     async def _warming(self) -> bool:
@@ -70,6 +73,13 @@ class Readiness:
         except ApiError:
             return "store fails"
         return None
+
+
+async def asleep(clients: Sequence[AnyEngine], seconds: float) -> bool:
+    """Whether an engine sleeps. One that does not answer within `seconds` is not counted."""
+    able = [each for each in clients if isinstance(each, EngineClient) and each.config.enable_sleep_mode]
+    found = await asyncio.gather(*(client.health(timeout=seconds) for client in able), return_exceptions=True)
+    return any(isinstance(stats, SchedulerStats) and stats.sleep_level for stats in found)
 
 
 def reads(store: Store) -> None:

@@ -31,7 +31,7 @@ from holdfast.core.types import (
 )
 from holdfast.engine.client.app_group import AppGroup
 from holdfast.engine.client.client import EngineClient
-from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
+from holdfast.engine.client.connection import EngineAsleep, EngineConnection, EngineDead, QueueFull
 from holdfast.engine.client.stream import Adoption, Delta, Timings
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.bad_words import word_tokens
@@ -448,6 +448,8 @@ class Answer:
                 raise
             except QueueFull:
                 raise queue_full(self.lane.admission.limit) from None
+            except EngineAsleep:
+                raise asleep() from None
             except EngineDead as error:
                 raise engine_dead(error, draining=self.lane.admission.draining) from None
             except RequestRefused as error:
@@ -754,6 +756,11 @@ def queue_full(limit: int) -> ApiError:
     """Return the error for a full queue."""
     reason = f"the queue is full ({limit} requests); try again in a moment"
     return ApiError(reason, status=503, code="queue_full", retry_after=1)
+
+
+def asleep() -> ApiError:
+    """Return the error for an engine that sleeps."""
+    return ApiError("the engine sleeps; try again when it is awake", status=503, code="engine_asleep", retry_after=5)
 
 
 async def trouble(admissions: Sequence[Admission], clients: Sequence[AnyEngine], seconds: float) -> str | None:

@@ -33,11 +33,13 @@ from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.connection import (
     HEALTH_SECONDS,
     Connect,
+    EngineAsleep,
     EngineConnection,
     EngineDead,
     EngineStartError,
     Origin,
     QueueFull,
+    SleepError,
     connect_child,
 )
 from holdfast.engine.client.generation import GenerationDefaults, find_generation
@@ -61,6 +63,15 @@ from holdfast.lm.parts.adapters.messages import (
 from holdfast.lm.parts.adapters.options import check_adapter_name
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
 from holdfast.lm.parts.pauses.messages import NotePause, WarmState
+from holdfast.lm.parts.sleep.messages import (
+    Asleep,
+    Sleep,
+    SleepMode,
+    SleepRefused,
+    Slept,
+    Tag,
+    WakeUp,
+)
 from holdfast.lm.parts.tuning.messages import (
     DrivenProgress,
     DrivenStarted,
@@ -74,6 +85,8 @@ from holdfast.lm.types import SchedulerStats
 REMEMBERED_BLOCKS = 1 << 16
 """Number of blocks whose digests a client remembers, about 100 bytes each, so that it hashes only a prompt's new
 blocks."""
+
+SLEEP_OFF = "sleep mode is off: start the engine with enable_sleep_mode"
 
 log = logging.getLogger("holdfast.engine")
 
@@ -429,6 +442,35 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     def _identity(self, tenant: str, adapter: str) -> Identity:
         return Identity(self.info.model, self._holds.content_of(adapter), self.info.precision, tenant)
 
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Put the engine to sleep. Returns once it has returned the device's memory.
+
+        Level 1 keeps the weights on the host, and level 2 drops them: they are read again. Requests that run are ended
+        (`abort`), computed to their end first (`wait`), or go on after the sleep (`keep`). New ones get EngineAsleep.
+        Conversations go to the host tier and those below it, and are found there again. Raises SleepError with the
+        reason if the engine stays awake, and EngineDead.
+        """
+        self._check_sleeps()
+        await asyncio.shield(self._questions.ask(lambda number: Sleep(number, level, mode)))
+
+    async def wake_up(self, tags: Sequence[Tag] = ()) -> None:
+        """Let the engine take memory back, by default all; it takes requests once all is there.
+
+        `tags` are `weights` and `kv_cache`. Raises SleepError with the reason if the memory is not there: the engine
+        then sleeps on. Raises EngineDead.
+        """
+        self._check_sleeps()
+        await asyncio.shield(self._questions.ask(lambda number: WakeUp(number, [*tags])))
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, falls asleep or wakes up. Raises EngineDead, TimeoutError."""
+        return (await self.health()).sleep_level > 0
+
+    def _check_sleeps(self) -> None:
+        """Raise SleepError for an engine without sleep mode."""
+        if not self.config.enable_sleep_mode:
+            raise SleepError(SLEEP_OFF)
+
     async def drain(self, seconds: float) -> None:
         """Let the clients that are attached to the engine leave it, and wait until all have left.
 
@@ -612,6 +654,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self._fail_stream(request_id, RequestRefused(reason, param))
             case messages.ContractRefusal(request_id, refusal):
                 self._fail_stream(request_id, ContractRefused(refusal))
+            case Asleep(request_id):
+                self._fail_stream(request_id, EngineAsleep("the engine sleeps; POST /wake_up wakes it"))
+            case Slept(number):
+                self._questions.answer(number, None)
+            case SleepRefused(number, reason):
+                self._questions.refuse(number, SleepError(reason))
             case messages.Adopted(number, held, yours):
                 self._questions.answer(number, self._take_adopted(held, yours=yours))
             case messages.Servers():

@@ -41,6 +41,14 @@ class QueueFull(RuntimeError):
     """The queue of waiting requests is full; try again later."""
 
 
+class EngineAsleep(RuntimeError):
+    """The engine sleeps, falls asleep or wakes up, and takes no requests."""
+
+
+class SleepError(RuntimeError):
+    """The engine does not fall asleep or wake up. The message has the reason."""
+
+
 class Questions:
     """Questions to an engine, each with a number under which its answer comes back."""
 

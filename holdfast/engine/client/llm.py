@@ -27,6 +27,7 @@ from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.sleep.messages import LEVELS, MODES, TAGS, SleepMode, Tag
 
 FEW_ROWS = 64
 """Rows up to which a step takes hardly longer than with one row, because it must read all weights anyway."""
@@ -172,6 +173,28 @@ class LLM:
 
     async def _warm(self, prompt: Sequence[int], adapter: str) -> None:
         self._client.warm(prompt, adapter=adapter)
+
+    def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Return the device's memory, for an LLM made with enable_sleep_mode=True. Returns when that is done.
+
+        Level 1 keeps the weights on the host, and level 2 drops them: they are read again. Conversations stay on the
+        host and the disk, as far as there is room. `mode` says what happens to prompts that another thread runs
+        (`EngineClient.sleep`). Raises SleepError (a RuntimeError) with the reason if the engine stays awake, and
+        ValueError for another level or mode.
+        """
+        if level not in LEVELS or mode not in MODES:
+            raise ValueError(f"level is {level} and mode is {mode}; they must be 1 or 2, and one of {', '.join(MODES)}")
+        self._thread.run(self._client.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
+        """Take the device's memory back, or that of these tags: `weights` and `kv_cache`. Returns when it is there.
+
+        Raises SleepError (a RuntimeError) with the reason if it is not, and ValueError for another tag.
+        """
+        for tag in tags or ():
+            if tag not in TAGS:
+                raise ValueError(f"tags has {tag}; it may have {' and '.join(TAGS)}")
+        self._thread.run(self._client.wake_up(tags or ()))
 
     def tune(
         self,

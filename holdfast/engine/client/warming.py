@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from holdfast.core.types import WARMING, SamplingParams
 from holdfast.engine.client.client import EngineClient
-from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
+from holdfast.engine.client.connection import EngineAsleep, EngineDead, EngineStartError, QueueFull
 from holdfast.lm.limits import RequestRefused
 
 WARM_SECONDS = 120.0
@@ -51,7 +51,7 @@ async def warm_up(client: EngineClient) -> None:
                 async with aclosing(client.stream([0] * length, params, tenant=WARMING)) as deltas:
                     async for _ in deltas:
                         pass
-    except (TimeoutError, QueueFull, RequestRefused) as error:
+    except (TimeoutError, QueueFull, EngineAsleep, RequestRefused) as error:
         log.warning("the engine could not be warmed up, so its first requests may be slow: %s", error or "it took long")
 
 

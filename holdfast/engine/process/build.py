@@ -39,6 +39,7 @@ from holdfast.engine.process.parts.neighbours import NeighbourBuilder
 from holdfast.engine.process.parts.pace import PaceBuilder
 from holdfast.engine.process.parts.pauses import PauseBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
+from holdfast.engine.process.parts.sleep import SleepBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.states import StateBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
@@ -108,6 +109,7 @@ log = logging.getLogger("holdfast.engine")
 
 PARTS: tuple[type[PartBuilder], ...] = (
     HostTierBuilder,
+    SleepBuilder,
     ContractBuilder,
     SpeculationBuilder,
     GrammarBuilder,
@@ -124,7 +126,8 @@ PARTS: tuple[type[PartBuilder], ...] = (
 )
 """The parts that an engine may have, in the order in which they are built, are asked for answers, and see steps.
 
-Tuning follows adapters, which it serves when a job is complete. Tiers follow the host tier, which they read.
+Tuning follows adapters, which it serves when a job is complete. Tiers follow the host tier, which they read. Sleep
+comes before the parts that hold requests for a while, since it refuses them.
 """
 
 
@@ -304,6 +307,7 @@ def make_loop(site: Site, served: Served, builders: Sequence[PartBuilder], keep:
     config, executor = site.config, site.device.executor
     observers = [observer for builder in builders for observer in builder.observers(served)]
     refreshing = [builder.refresh for builder in builders if type(builder).refresh is not PartBuilder.refresh]
+    halting = [builder.halted for builder in builders if type(builder).halted is not PartBuilder.halted]
     closing = [keep, *(builder.close for builder in builders)]
     return Loop(
         served.scheduler,
@@ -315,6 +319,7 @@ def make_loop(site: Site, served: Served, builders: Sequence[PartBuilder], keep:
         executor.prepare,
         partial(may_pause, executor, served.scheduler, clock),
         observers,
+        lambda: any(halted() for halted in halting),
     )
 
 

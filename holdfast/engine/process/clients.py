@@ -30,6 +30,7 @@ from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, 
 from holdfast.lm.parts.message import Message
 from holdfast.lm.parts.moves.messages import StopFetch
 from holdfast.lm.parts.pauses.messages import NotePause
+from holdfast.lm.parts.sleep.messages import Asleep
 from holdfast.lm.parts.tuning.messages import (
     ChangeJob,
     DrivenProgress,
@@ -173,7 +174,7 @@ class Clients:
         match message:
             case messages.Outputs():
                 self._send_outputs(message)
-            case messages.Refused() | messages.ContractRefusal():
+            case messages.Refused() | messages.ContractRefusal() | Asleep():
                 self._send_refusal(message)
             case messages.Clock():
                 self._sender.send(message)
@@ -510,7 +511,7 @@ class Clients:
         client.requests.difference_update(ended)
         client.send(messages.Outputs(own, **chosen, sent_at=outputs.sent_at))
 
-    def _send_refusal(self, message: messages.Refused | messages.ContractRefusal) -> None:
+    def _send_refusal(self, message: messages.Refused | messages.ContractRefusal | Asleep) -> None:
         number = self._owner(message.request_id)
         if held := self._held.get(message.request_id):
             self._held.drop(held)

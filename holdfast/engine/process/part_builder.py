@@ -160,6 +160,10 @@ class PartBuilder(ABC):
     def refresh(self) -> None:  # noqa: B027
         """Called when the planner is about to plan."""
 
+    def halted(self) -> bool:
+        """Whether no step may begin now."""
+        return False
+
     def close(self) -> None:  # noqa: B027
         """Called when the loop is closed. The executor is released next."""
 
@@ -202,6 +206,12 @@ EXCLUSIONS = (
         "adapters",
         "latent attention",
         "adapters of a model with latent attention run on padded rows: set executor to padded, or leave it out",
+    ),
+    Exclusion("sleep", "padded rows", "the memory of padded rows cannot be returned; leave out enable_sleep_mode"),
+    Exclusion(
+        "sleep",
+        "recurrent layers",
+        "enable_sleep_mode is on, and the states of recurrent layers cannot be returned; leave it out",
     ),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
@@ -248,6 +258,7 @@ def properties_of_decoder(spec: DecoderSpec) -> set[str]:
         "layers of several sizes": bool(spec.layer_specs),
         "latent attention": bool(spec.latent),
         "layers of experts alone": bool(spec.mlps and spec.experts),
+        "recurrent layers": any(spec.recurrent),
     }
     return {name for name, has in found.items() if has}
 

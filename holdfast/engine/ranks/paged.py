@@ -24,6 +24,7 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice, cache_estimate, resolve_device
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.execution.place import Place
+from holdfast.lm.execution.returnable_memory import SleepMemory
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import HiddenModel, Model
@@ -201,8 +202,14 @@ class PagedChoice(NamedTuple):
     """Why this executor was chosen, and what it does with the model (`Choice.reason`)."""
 
 
-def load_part(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, place: Place | None) -> Model:
-    """The model on this device, or this rank's part of it."""
+def load_part(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    place: Place | None,
+    move_weights: Callable[[object], None] | None = None,
+) -> Model:
+    """The model on this device, or this rank's part of it. `move_weights` may move its tensors to other memory."""
     return load(
         checkpoint.directory,
         device=device,
@@ -215,6 +222,7 @@ def load_part(config: EngineConfig, checkpoint: Checkpoint, device: torch.device
         group=None if place is None else place.group,
         invariant=config.deterministic,
         ranks=config.equal_ranks,
+        move_weights=move_weights,
     )
 
 
@@ -235,7 +243,11 @@ def make_paged_device(
 
         prepare()
     attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
-    model = load_part(config, checkpoint, device, place)
+    sleeping = SleepMemory(device) if config.enable_sleep_mode else None
+    move_weights = None if sleeping is None else sleeping.weights.place
+    model = load_part(config, checkpoint, device, place, move_weights)
+    if sleeping is not None:
+        sleeping.reload_by(partial(load_part, config, checkpoint, device, place, move_weights))
     refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,
@@ -253,6 +265,7 @@ def make_paged_device(
             max_step_tokens=capacity,
             stages=stages,
             place=place,
+            sleeping=sleeping,
         ),
         reason_of(model),
     )

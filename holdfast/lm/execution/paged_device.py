@@ -28,6 +28,7 @@ from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.paged_memory import Layers, PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of
 from holdfast.lm.execution.place import Place
+from holdfast.lm.execution.returnable_memory import SleepMemory
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.state_memory import REPLAY_BYTES, host_bytes, states_of
 from holdfast.lm.execution.transfer import Transfers
@@ -89,6 +90,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         make_stream: Callable[[], CopyStream] | None = None,
         stages: Stages | None = None,
         place: Place | None = None,
+        sleeping: SleepMemory | None = None,
     ) -> None:
         """`parts` do the work of steps besides their segments, in this order.
 
@@ -96,8 +98,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
         `make_stream` makes the streams for copies of blocks, by default streams of the device's kind. `stages` records
         how long the stages of `allocate` take. `place` is this rank's place if `model` is its part of a model that
-        several ranks share.
+        several ranks share. `sleeping` has the model's weights, and gets the KV cache, if both can be returned.
         """
+        self.sleeping = sleeping
+        """The memory that the device can do without while the engine sleeps; None if it cannot sleep."""
         spec = model.spec
         self.model, self.config, self.device, self.name = model, config, spec.device, name
         self.group = model.group if isinstance(model, Decoder) else None
@@ -374,7 +378,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         within = self._shared_states(sizes)
         states = self._states(sizes.snapshots, sizes.host_snapshots, within)
         states.rehearse_copies()
-        memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes, states)
+        lasting = None if self.sleeping is None else self.sleeping.cache_of
+        memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes, states, lasting)
         allocated = Allocated(memory, self._make_stream, self._link)
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
         spec = self.model.spec
@@ -470,8 +475,15 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         more: dict[str, Any] = {"group": self.group, "stage": self._stage, "taps": self._taps}
         return PagedExecutor(self.model, self.attention, memory, parts, **more)
 
-    def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes, states: StateMemory) -> PagedMemory:
-        cache, layers, batch = self._empty(num_blocks)
+    def _allocate(
+        self,
+        num_blocks: int,
+        host_blocks: int,
+        sizes: GraphSizes,
+        states: StateMemory,
+        make: Callable[[int], torch.Tensor] | None = None,
+    ) -> PagedMemory:
+        cache, layers, batch = self._empty(num_blocks, make)
         host, transfers, kept = None, None, None
         if host_blocks:
             kept = self._host_cache(host_blocks)
@@ -485,10 +497,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 each.capture()
         return PagedMemory(cache, layers, batch, graphs, host, transfers, kept, states)
 
-    def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
-        """A device's cache, its layers, and an empty batch."""
+    def _empty(
+        self, num_blocks: int, make: Callable[[int], torch.Tensor] | None = None
+    ) -> tuple[KVCache, Layers, Batch]:
+        """A device's cache, its layers, and an empty batch. `make` is as for `KVCache.allocate_layers`."""
         spec, config = self.model.spec, self.config
-        cache = self._cache(num_blocks, spec.device)
+        cache = self._cache(num_blocks, spec.device, make=make)
         batch = Batch(
             rows=config.most_sequences,
             max_blocks=-(-spec.max_model_len // config.block_size),
@@ -531,7 +545,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return self._cache(num_blocks, CPU, by_block=True, within=shared)
 
     def _cache(
-        self, num_blocks: int, device: torch.device, *, by_block: bool = False, within: torch.Tensor | None = None
+        self,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        by_block: bool = False,
+        within: torch.Tensor | None = None,
+        make: Callable[[int], torch.Tensor] | None = None,
     ) -> KVCache:
         return KVCache.allocate_layers(
             self.model.spec.kv_shapes,
@@ -541,6 +561,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             device=device,
             by_block=by_block,
             within=within,
+            make=make,
         )
 
     def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes, states: StateMemory) -> tuple[StepGraphs, ...]:
@@ -566,7 +587,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if config.cache_bytes is not None:
             cache = self._own_share(config.cache_bytes, whole)
         elif self.kind == "cuda":
-            used = memory_of_others(self.device, free, total, config.memory_reserved)
+            own = 0 if self.sleeping is None else self.sleeping.mapped_bytes
+            used = memory_of_others(self.device, free, total, config.memory_reserved, own)
             cache = int(total * config.memory_fraction) - used - activations
         else:
             cache = self._own_share(min(CPU_CACHE_BYTES, free // 2), whole)

@@ -65,6 +65,11 @@ class FromBelow(Protocol):
     """Number of blocks that the tiers below have room for, as far as this engine bounds it."""
 
     @property
+    def backlog(self) -> bool:
+        """Whether too much of the host is still to be written to these tiers for the host to get more."""
+        ...
+
+    @property
     def is_reading(self) -> bool:
         """Whether any block is on its way to the host, or waits for room there."""
         ...
@@ -90,6 +95,7 @@ class NothingBelow:
     """There is no tier below the host (`FromBelow`)."""
 
     num_blocks = 0
+    backlog = False
     is_reading = False
 
     def lead(self, blocks: int) -> float:

@@ -199,6 +199,15 @@ class BlockPool:
             self.dropped += len(lost) - (len(host.find_all(lost)) if host is not None else 0)
         return evicted
 
+    def drop_idle(self, now: float) -> None:
+        """Drop the state of all idle blocks of the device, which are free then: the device's memory is lost.
+
+        State on the host stays, and is found there. Raises RuntimeError while a block is owned, lent or being copied.
+        """
+        if self.used or self.lent or self.copies.under_way:
+            raise RuntimeError(f"{self.used} blocks are in use, {self.lent} lent and some may be being copied")
+        self._free.extend(self._evict(self.cached, now))
+
     def evicted_from_host(self, lost: Iterable[bytes]) -> None:
         """Add to `dropped` the blocks in `lost`, which the host evicted, that no other tier has."""
         cached, below = self._cached, self.kept_below

@@ -59,13 +59,15 @@ class Decoder:
         group: Group | None = None,
         invariant: bool = False,
         ranks: int = 1,
+        move_weights: Callable[[object], None] | None = None,
     ) -> None:
         """Fill the weights from `source`. With `fp8`, quantize those of QUANTIZED_FIELDS as each one is loaded.
 
         `shard` is the part that this device holds; by default it holds the whole model. `group` is the devices that
         share its layers, if there are several; they load at the same time. `invariant`: the bits of a token's results
         depend on the tokens before it alone, not on a step's others (`check_same_bits`), nor on the
-        number of devices that share layers, up to `ranks`.
+        number of devices that share layers, up to `ranks`. `move_weights` gets all weights once they are read, and may
+        move their tensors to other memory.
         """
         names = decoder.names
         shard = shard or Shard(layers=range(decoder.num_layers))
@@ -100,6 +102,9 @@ class Decoder:
         self.lm_head_bias = (
             reader.fused((names.head_bias,), (Piece(tokens.whole[:1], tokens.own[:1]),)) if biased else None
         )
+        if move_weights is not None:
+            ends = (self.embedding, self.norm, self.project_in, self.project_out, self.positions)
+            move_weights((*ends, self.layers, self.tensors, self.token_tables, self.lm_head, self.lm_head_bias))
         self._first_token = tokens.own[0].start
         # A window at least as long as the longest sequence hides nothing.
         windows = tuple(
@@ -120,7 +125,7 @@ class Decoder:
         """Whether tokens are computed one after the other, as nothing else gives them the same bits in any step."""
         changes = self._settled() if invariant else ""
         weight_bytes = reader.nbytes
-        if device.type == "cpu" and not invariant:
+        if device.type == "cpu" and not invariant and move_weights is None:
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
             weight_bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -70,6 +70,7 @@ def load(
     group: Group | None = None,
     invariant: bool = False,
     ranks: int = 1,
+    move_weights: Callable[[object], None] | None = None,
 ) -> Model:
     """Load a Hugging Face checkpoint directory as a model with its weights on `device`.
 
@@ -81,6 +82,7 @@ def load(
     If several ranks share the model by `layout`, the result is the part of `rank`, and only that part of the weights is
     read. With tp above 1, `group` is the devices that share its layers. `invariant`: the bits of a token's results must
     depend on the tokens before it alone (`same_bits`), and with `ranks` above 1 not on tp, up to that number.
+    `move_weights` is that of `Decoder`.
 
     Raises UnsupportedCheckpoint if the checkpoint is not supported, or `hf.NotPaged` if Transformers' module could run
     on the padded executor. No code of a checkpoint is ever run.
@@ -99,6 +101,8 @@ def load(
             raise UnsupportedCheckpoint(
                 f"tp is {layout.tp} and pp is {layout.pp}, which only native decoders take: {reason}"
             ) from None
+        if move_weights is not None:
+            raise UnsupportedCheckpoint(f"enable_sleep_mode is on, which is for native decoders: {reason}") from None
         if invariant:
             raise UnsupportedCheckpoint(f"deterministic is on, which is for native decoders: {reason}") from None
         refuse_quantized(config)
@@ -119,6 +123,8 @@ def load(
     if invariant:
         check_same_bits(spec, device=device, ranks=ranks)
         options |= dict(invariant=True, ranks=ranks)
+    if move_weights is not None:
+        options["move_weights"] = move_weights
     if load_format == "random":
         return make_decoder(spec, random_source(spec, how, device), **options)
     opened = open_files(directory, spec, config, device)

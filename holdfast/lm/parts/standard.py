@@ -12,6 +12,7 @@ from holdfast.lm.parts.pauses import planner as pauses
 from holdfast.lm.parts.penalties import planner as penalties
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.prompts import planner as prompts
+from holdfast.lm.parts.sleep import planner as sleep
 from holdfast.lm.parts.tenants import planner as tenants
 from holdfast.lm.parts.tiers import planner as tiers
 from holdfast.lm.parts.vectors import planner as vectors
@@ -28,6 +29,7 @@ STANDARD: tuple[Callable[[Planning], Sequence[Part]], ...] = (
     tiers.make_parts,
     moves.make_parts,
     pauses.make_parts,
+    sleep.make_parts,
 )
 """Functions that make the parts, none if the configuration or the shape asks for none.
 

@@ -41,6 +41,11 @@ class PartQueues(Protocol):
         """The running sequences."""
         ...
 
+    @property
+    def swapping_in(self) -> Sequence[Entry]:
+        """The sequences that have rows and blocks, and wait for their state from the host."""
+        ...
+
     def hold(self, entry: Entry, part: Part) -> None:
         """Let a part hold an entry of the waiting queue."""
         ...
@@ -144,6 +149,10 @@ class PartStep(Protocol):
 
     def compute(self, entry: Entry) -> None:
         """Plan what a running sequence lacks, as far as the budget and its blocks last."""
+        ...
+
+    def preempt(self, entry: Entry) -> None:
+        """Let a running sequence that the step does not plan yet wait again. Its row and its blocks are free then."""
         ...
 
     def postpone(self) -> None:

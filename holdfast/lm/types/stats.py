@@ -144,3 +144,5 @@ class SchedulerStats:
     """Such requests that kept both, and whose last token came too late."""
     warming: int = 0
     """1 as long as the engine has graphs to capture in its next pauses, or memory of the host tier to pin."""
+    sleep_level: int = 0
+    """Level at which the engine sleeps, falls asleep or wakes up. It takes no requests meanwhile. 0: it is awake."""

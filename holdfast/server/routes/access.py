@@ -30,10 +30,11 @@ OPEN_PATHS = (
 )  # fmt: skip
 """Paths that need no API key."""
 UNSCOPED = (
-    "/", "/v1", "/version", "/metrics", "/load", "/openapi.json", "/v1/models", "/v2", f"{SERVICE}/ServerMetadata",
+    "/", "/v1", "/version", "/metrics", "/load", "/is_sleeping", "/openapi.json", "/v1/models", "/v2",
+    f"{SERVICE}/ServerMetadata",
 )  # fmt: skip
 """Paths that any key may read."""
-OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
+OPERATED = ("/replicas", "/v1/engine", "/v1/organization", "/sleep", "/wake_up")
 """Beginnings of the paths whose routes ask for an operator themselves."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/fine_tuning")
 """Beginnings of the paths for which a key needs the scope `adapters`."""

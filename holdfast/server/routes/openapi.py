@@ -186,6 +186,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "Text": record(prompt=TEXT),
     "Version": record(version=TEXT),
     "Load": record(server_load=COUNT),
+    "Sleeping": record(is_sleeping=TRUTH),
     "Warmed": record(id=TEXT, object=TEXT, tokens=COUNT),
     "Root": record(name=TEXT, api=TEXT),
     "Health": record(status=TEXT),
@@ -260,6 +261,9 @@ REPLIES: Mapping[str, Reply] = {
     "GET /health/ready": Reply("Health"),
     "GET /version": Reply("Version"),
     "GET /load": Reply("Load"),
+    "GET /is_sleeping": Reply("Sleeping"),
+    "POST /sleep": Reply(bytes="text/plain"),
+    "POST /wake_up": Reply(bytes="text/plain"),
     "POST /tokenize": Reply("Tokens"),
     "POST /detokenize": Reply("Text"),
     "GET /metrics": Reply(bytes="text/plain"),
@@ -359,6 +363,11 @@ REPLIES: Mapping[str, Reply] = {
 
 OLDEST_FIRST = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "asc"}, "oldest or newest first")
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
+    "POST /sleep": (
+        ("level", {"type": "integer", "enum": [1, 2], "default": 1}, "1 keeps the weights on the host, 2 drops them"),
+        ("mode", one_of("abort", "wait", "keep"), "what happens to requests that run"),
+    ),
+    "POST /wake_up": (("tags", many(one_of("weights", "kv_cache")), "the memory to take back; all by default"),),
     "GET /v1/chat/completions": (LIMIT, OLDEST_FIRST, AFTER, ("model", TEXT, "only answers of this model")),
     "GET /v1/chat/completions/{completion_id}/messages": (LIMIT, OLDEST_FIRST, AFTER),
     "GET /v1/responses/{response_id}": (

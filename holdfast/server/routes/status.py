@@ -15,7 +15,7 @@ from holdfast.server.conversations.store import not_found
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.protocol import ApiError
-from holdfast.server.readiness import ALIVE, READY, Readiness
+from holdfast.server.readiness import ALIVE, READY, Readiness, asleep
 from holdfast.server.replica_metrics import describe
 from holdfast.server.replies import rfc3339
 from holdfast.server.routes.http import JSON, VERSION, listed, query_integer, tenant_of
@@ -171,7 +171,7 @@ def add_status_routes(
 
         With replicas, one that answers is enough. For operators, the body has the state of each replica. If the store
         or the remote cache fails, the status is still 200, because some or all requests can be served, and the body
-        reports the failure.
+        reports the failure. So it is while the engine sleeps: the body says `asleep`.
         """
         state = request.app.state
         client = service.client if service is not None and isinstance(service.client, Replicas) else None
@@ -187,6 +187,8 @@ def add_status_routes(
         elif service is not None and service.client.config.remote_cache is not None:
             stats = await stats_of(service)
             status = "remote cache fails" if stats is not None and stats.remote_down else status
+        if status == "ok" and await asleep(state.clients, applications.config.health_seconds):
+            status = "asleep"
         return JSON({"status": status, **listed})
 
     @app.get("/load")

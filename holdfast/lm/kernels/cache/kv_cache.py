@@ -14,7 +14,7 @@ was cut into segments.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -89,11 +89,13 @@ class KVCache:
         device: torch.device | str,
         by_block: bool = False,
         within: torch.Tensor | None = None,
+        make: Callable[[int], torch.Tensor] | None = None,
     ) -> KVCache:
         """Allocate this many blocks for layers of these shapes, at least one.
 
         With `by_block` each block is contiguous, group after group; else each layer's keys and values are. With
-        `by_block`, the blocks may lie `within` existing memory, uint8 of exactly their size.
+        `by_block`, the blocks may lie `within` existing memory, uint8 of exactly their size. Without, `make` may give
+        the memory of each group, uint8 of this many bytes.
         """
         members: dict[KVShape, int] = {}
         places = []
@@ -103,10 +105,11 @@ class KVCache:
             places.append(LayerPlace([*members].index(shape), index))
         tails = [(count, shape.planes, block_size, shape.heads, shape.key_size) for shape, count in members.items()]
         if not by_block:
-            groups = [
-                torch.empty(count, planes, num_blocks, *tail, dtype=dtype, device=device)
-                for count, planes, *tail in tails
-            ]
+            whole = [(count, planes, num_blocks, *tail) for count, planes, *tail in tails]
+            if make is None:
+                groups = [torch.empty(shape, dtype=dtype, device=device) for shape in whole]
+            else:
+                groups = [make(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in whole]
             return cls(*groups, places=places)
         sizes = [math.prod(tail) * dtype.itemsize for tail in tails]
         if within is None:

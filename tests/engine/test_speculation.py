@@ -35,7 +35,7 @@ KINDS: list[dict[str, Any]] = [
     dict(logprobs=2),
     dict(frequency_penalty=0.2, logprobs=0),
     dict(min_tokens=25),
-    dict(),
+    dict(logprob_token_ids=(3, 71, 9)),
 ]
 
 
@@ -73,7 +73,9 @@ def test_texts_are_the_same_with_and_without_drafts(checkpoint: Path) -> None:
     assert [each.timings.tokens for each in found] == [each.timings.tokens for each in expected]
     for one, other in zip(found, expected, strict=True):
         assert [told.top_ids for told in one.logprobs] == [told.top_ids for told in other.logprobs]
-        chances, others = ([told.logprob for told in each.logprobs] for each in (one, other))
+        chances, others = (
+            [c for told in each.logprobs for c in (told.logprob, *told.top_logprobs)] for each in (one, other)
+        )
         assert chances == pytest.approx(others, abs=1e-4)
 
 

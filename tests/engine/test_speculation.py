@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.config import BUILTIN_HEAD, BUILTIN_MODEL
-from holdfast.core.types import Grammar, Request
+from holdfast.core.types import Grammar, Request, TokenLogprobs
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
@@ -90,12 +90,19 @@ def test_drafts_are_verified_on_several_devices_and_with_slots_for_adapters(
         loop, info = build(config)
         choose = random.Random(0)
         given: dict[str, list[int]] = {str(number): [] for number in range(3)}
+        named: list[TokenLogprobs] = []
         for name in given:
             prompt = tuple(choose.randrange(info.vocab_size) for _ in range(9))
-            loop.add(Request(name, prompt, replace(FEW, seed=int(name))))
+            names = (5, 71, 70) if name == "1" else ()
+            loop.add(Request(name, prompt, replace(FEW, seed=int(name), logprob_token_ids=names)))
         while loop.has_work():
             for output in loop.step() or ():
                 given[output.request_id] += output.tokens
+                named += output.logprobs
+        assert {told.top_ids for told in named} == {(5, 71, 70)} and len(named) == len(given["1"])
+        for token, told in zip(given["1"], named, strict=True):
+            own = dict(zip(told.top_ids, told.top_logprobs, strict=True)).get(token, told.logprob)
+            assert own == told.logprob, "drafts leave each record at its token"
         assert (loop.stats().drafts_accepted > 10) == (speculation == "ngram")
         answers.append(given)
         loop.close()

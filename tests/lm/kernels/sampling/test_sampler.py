@@ -85,6 +85,23 @@ def test_named_tokens_follow_the_most_probable_ones_and_are_of_the_models_own_di
             assert found == pytest.approx(expected[row, list(names)].tolist(), abs=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_a_gpu_named_tokens_of_a_large_vocabulary_have_their_log_probabilities(alone: bool) -> None:
+    rows, vocab = 70, 128_256
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)).bfloat16()
+    columns = {name: column.repeat(-(-rows // ROWS))[:rows].cuda() for name, column in given()[1].items()}
+    named = [tuple(range(row, vocab, vocab // (row % 7 * 18))) if row % 7 else () for row in range(rows)]
+    wishes = Wishes([None if row % 7 == 3 and not named[row] else 0 for row in range(rows)], named=named)
+    found = drawn(Sampler(alone=alone), logits.cuda(), columns, wishes).on_host()
+    torch.cuda.synchronize()
+    expected = logits.double().log_softmax(-1)
+    for row, told in enumerate(found.told(wishes)):
+        assert told is not None and told.top_ids == named[row]
+        assert told.logprob == pytest.approx(float(expected[row, found.tokens[row]]), abs=1e-4)
+        assert told.top_logprobs == pytest.approx(expected[row, list(named[row])].tolist(), abs=1e-4)
+
+
 def test_of_equally_probable_alternatives_the_lowest_ids_are_reported_to_a_row_alone() -> None:
     logits = torch.tensor([[1.0, 5.0, -2.0, 5.0, 5.0, 0.0, 5.0], [0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0]])
     found = logprobs.log_probabilities(logits, torch.tensor([0, 5]), 5, alone=True)

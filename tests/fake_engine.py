@@ -55,6 +55,11 @@ def told(token: int, count: int) -> tuple[TokenLogprobs, ...]:
     return (TokenLogprobs(-2.0, tuple(each for each, _ in likely), tuple(value for _, value in likely)),)
 
 
+def told_of(token: int, named: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    """What is told of a token of an answer and of named tokens: the log probability of each is minus its id."""
+    return (TokenLogprobs(-float(token), named, tuple(-float(each) for each in named)),)
+
+
 class FakeText:
     """A tokenizer with one token for each character; an answer's tokens are its words' numbers."""
 
@@ -279,6 +284,8 @@ class FakeClient:
                 if params.logprobs is not None:
                     ended = told(END, params.logprobs)[0] if last and ends else None
                     delta = replace(delta, logprobs=told(number, params.logprobs), end_logprobs=ended)
+                elif named := params.logprob_token_ids:
+                    delta = replace(delta, logprobs=sum((told_of(each, named) for each in delta.tokens), ()))
                 yield delta
                 asked.given += 1
             asked.ended = "finished"

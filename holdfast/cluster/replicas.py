@@ -232,7 +232,7 @@ class Replicas:
         engines = [*self.fleet.engines.values()]
         found = zip(engines, await asyncio.gather(*map(ask, engines)), strict=True)
         held = [(engine, adoption) for engine, adoption in found if adoption is not None]
-        complete = [pair for pair in held if not (pair[1].request.answered and pair[1].request.params.logprobs)]
+        complete = [pair for pair in held if not (pair[1].request.answered and pair[1].request.params.reports_logprobs)]
         best = max(complete, key=lambda pair: (pair[1].answered, pair[1].yours), default=None)
         for engine, adoption in held:
             if best is None or adoption is not best[1]:

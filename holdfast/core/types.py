@@ -15,9 +15,11 @@ from holdfast.core.pause import NO_PAUSE, Pause
 MAX_SEED = 2**63 - 1
 """Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
+"""Largest number of alternatives whose log probabilities are reported with a token's own."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Largest number of tokens in `logprob_token_ids`."""
 MAX_PROMPT_TARGETS = 128
 """Maximum number of further tokens that are reported with one prompt token."""
-"""Largest number of alternatives whose log probabilities are reported with a token's own."""
 MAX_BIASES = 1024
 """Largest number of tokens in a `logit_bias`."""
 MAX_ALLOWED = 4096
@@ -125,6 +127,9 @@ class SamplingParams:
     """The only tokens that may be drawn, end tokens included; empty: all."""
     include_stop_str_in_output: bool = False
     """Whether the text has the stop string or the token that ended it."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose log probabilities are reported with each token's own, in this order, in place of the most probable
+    ones. The token that ends the sequence has them, too. `logprobs` must then be None or their number."""
 
     def __post_init__(self) -> None:
         self._check_tokens()
@@ -158,9 +163,21 @@ class SamplingParams:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
+        if self.logprob_token_ids and self.logprobs not in (None, len(self.logprob_token_ids)):
+            raise ValueError(
+                f"logprobs is {self.logprobs}, and logprob_token_ids holds {len(self.logprob_token_ids)} tokens; give "
+                "that number, or leave logprobs out"
+            )
         for name in ("logprobs", "prompt_logprobs"):
+            if name == "logprobs" and self.logprob_token_ids:
+                continue
             if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
                 raise ValueError(f"{name} is {count}; it must lie between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log probabilities of generated tokens are reported."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def fixed_length(self) -> bool:
@@ -188,6 +205,11 @@ class SamplingParams:
         if len(self.allowed_token_ids) > MAX_ALLOWED:
             raise ValueError(
                 f"allowed_token_ids holds {len(self.allowed_token_ids)} tokens; at most {MAX_ALLOWED} are taken"
+            )
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise ValueError(
+                f"logprob_token_ids holds {len(self.logprob_token_ids)} tokens; at most {MAX_LOGPROB_TOKEN_IDS} are "
+                "taken"
             )
 
 
@@ -294,7 +316,7 @@ class TokenLogprobs(NamedTuple):
 
     logprob: float
     top_ids: tuple[int, ...]
-    """The most probable tokens at this token's place, most probable first."""
+    """The most probable tokens at this token's place, most probable first, or the tokens that the request names."""
     top_logprobs: tuple[float, ...]
     """Log probabilities of `top_ids`, in the same order."""
 

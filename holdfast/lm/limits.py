@@ -81,6 +81,8 @@ class RequestLimits:
             self._token_ids("logit_bias", [token for token, _ in params.logit_bias])
         if params.allowed_token_ids:
             self._token_ids("allowed_token_ids", params.allowed_token_ids)
+        if params.logprob_token_ids:
+            self._token_ids("logprob_token_ids", params.logprob_token_ids)
         if params.bad_words:
             self._token_ids("bad_words", [token for word in params.bad_words for token in word])
         # The last token ends the sequence, so its position is never computed.

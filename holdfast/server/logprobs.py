@@ -92,14 +92,29 @@ def record(text: Text, token: int, logprob: float, spell: Spell = written) -> di
     }  # fmt: skip
 
 
-def records(text: Text, tokens: Iterable[TokenRecord], spell: Spell = written) -> list[dict[str, Any]]:
-    """Return the records of the tokens of a chat or a response, each with its most probable alternatives."""
+def records(
+    text: Text, tokens: Iterable[TokenRecord], spell: Spell = written, *, with_own: bool = False
+) -> list[dict[str, Any]]:
+    """Return the records of the tokens of a chat or a response, each with its most probable or its named tokens.
+
+    With `with_own`, these begin with the token itself, unless it is among them.
+    """
+    if with_own:
+        tokens = [TokenRecord(token, _with_own(token, given)) for token, given in tokens]
     return [
         record(text, token, given.logprob, spell)
         | {"top_logprobs": [record(text, *pair, spell) for pair in zip(given.top_ids, given.top_logprobs, strict=True)]}
         for token, given in tokens
         if given is not None
     ]
+
+
+def _with_own(token: int, given: TokenLogprobs | None) -> TokenLogprobs | None:
+    """Return a token's log probabilities with its own in front of the others', unless it is among them."""
+    if given is None or token in given.top_ids:
+        return given
+    own, ids, values = given
+    return TokenLogprobs(own, (token, *ids), (own, *values))
 
 
 class CompletionLogprobs:

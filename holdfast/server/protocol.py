@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -21,6 +22,7 @@ from holdfast.core.types import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_DEADLINE,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_SEED,
     Grammar,
@@ -477,7 +479,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "kv_transfer_params": (),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
-        "logprob_token_ids": (),
         "lora_path": (),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
@@ -505,6 +506,8 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of alternatives to return for each prompt token, as in vLLM; None for no log probabilities."""
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
+    """Tokens whose log probabilities are returned with each token's own, in place of the most probable ones."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     """Number of prompt tokens to keep, as in vLLM. -1 keeps as many as fit next to the answer."""
     truncation_side: Literal["left", "right"] | None = None
@@ -531,6 +534,14 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     @property
     def keeps_start(self) -> bool:
         return self.truncation_side == "right"
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        params = super().sampling(choice, max_tokens)
+        if self.logprob_token_ids is None:
+            return params
+        if self.most_logprobs is None:
+            raise invalid("logprob_token_ids is given, which needs logprobs", "logprob_token_ids")
+        return replace(params, logprobs=None, logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids)))
 
     @property
     def most_prompt_logprobs(self) -> int | None:
@@ -665,6 +676,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         """Return the prompts, each as text or token ids. Raises ApiError for invalid prompts or `best_of`."""
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens is 0, which needs echo: true", "max_tokens")
+        if self.max_tokens == 0 and self.logprob_token_ids is not None:
+            reason = "logprob_token_ids needs generated tokens, and max_tokens is 0"
+            raise invalid(reason, "logprob_token_ids")
         if self.echo and self.candidates > self.n:
             reason = f"best_of is {self.candidates} and n is {self.n}; with echo: true they must be equal"
             raise invalid(reason, "best_of")

@@ -181,6 +181,8 @@ class Shape:
             self.head["service_tier"] = wanted.tier
         self.text = text
         self.spell = named if wanted.return_tokens_as_token_ids else written
+        self.names_tokens = wanted.logprob_token_ids is not None
+        """Whether log probabilities are those of tokens that the request names."""
         self.with_ids = wanted.return_token_ids
         """Whether the answer has token ids."""
         self.prompt_of = prompt_of
@@ -382,7 +384,8 @@ class ChatShape(Shape):
         reply["prompt_token_ids"] = list(written[0].prompt)
 
     def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
-        return {"content": records(self.text, tokens, self.spell), "refusal": None}
+        told = records(self.text, tokens, self.spell, with_own=self.names_tokens)
+        return {"content": told, "refusal": None}
 
 
 class TextShape(Shape):

@@ -11,6 +11,7 @@ from holdfast.core.types import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_GRAMMAR_LENGTH,
+    MAX_LOGPROB_TOKEN_IDS,
     Grammar,
     Identity,
     Request,
@@ -37,11 +38,22 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         ("bad_words", ((1,) * (MAX_BAD_WORD_TOKENS + 1),)),
         ("bad_words", ((1,),) * (MAX_BAD_WORDS + 1)),
         ("allowed_token_ids", (1,) * (MAX_ALLOWED + 1)),
+        ("logprob_token_ids", (1,) * (MAX_LOGPROB_TOKEN_IDS + 1)),
+        ("logprobs", 21),
     ],
 )
 def test_sampling_params_name_the_field_out_of_range(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+def test_named_tokens_exclude_another_number_of_alternatives():
+    most = tuple(range(MAX_LOGPROB_TOKEN_IDS))
+    for count in (None, len(most)):
+        assert SamplingParams(logprob_token_ids=most, logprobs=count).reports_logprobs
+    with pytest.raises(ValueError, match="logprobs is 2, and logprob_token_ids holds 3 tokens"):
+        SamplingParams(logprob_token_ids=(5, 6, 7), logprobs=2)
+    assert [SamplingParams(logprobs=count).reports_logprobs for count in (None, 0)] == [False, True]
 
 
 @pytest.mark.parametrize("text", ["", "a" * (MAX_GRAMMAR_LENGTH + 1)])

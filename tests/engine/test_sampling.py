@@ -67,6 +67,36 @@ def test_log_probabilities_are_those_of_transformers(llm: LLM, model: transforme
             assert [float(row[each]) for each in told.top_ids] == pytest.approx(list(told.top_logprobs), abs=1e-4)
 
 
+def test_named_tokens_have_the_log_probabilities_of_transformers_at_each_position(
+    llm: LLM, model: transformers.PreTrainedModel
+) -> None:
+    names = (9, 3, 5), (), (4,), tuple(range(60))
+    asked = [
+        replace(
+            GREEDY, logprob_token_ids=names[at % 4], logprobs=(None, 2, 1, None)[at % 4], temperature=at % 3, seed=at
+        )
+        for at in range(len(PROMPTS))
+    ]
+    completions = llm.generate(PROMPTS, asked, progress=False)
+    plain = llm.generate(
+        PROMPTS, [replace(each, logprob_token_ids=(), logprobs=None) for each in asked], progress=False
+    )
+    assert [each.token_ids for each in completions] == [each.token_ids for each in plain]
+    for params, completion in zip(asked, completions, strict=True):
+        expected = distribution(model, completion)
+        for row, token, told in zip(expected, completion.token_ids, completion.logprobs, strict=True):
+            assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            ids = params.logprob_token_ids or tuple(row.topk(2).indices.tolist())
+            assert told.top_ids == ids
+            assert told.top_logprobs == pytest.approx([float(row[each]) for each in ids], abs=1e-4)
+    (whole,) = llm.generate(PROMPTS[:1], replace(GREEDY, max_tokens=1), progress=False)
+    ends = replace(GREEDY, stop_token_ids=whole.token_ids, logprob_token_ids=(3, 9))
+    (ended,) = llm.generate(PROMPTS[:1], ends, progress=False)
+    assert ended.token_ids == whole.token_ids and [each.top_ids for each in ended.logprobs] == [(3, 9)]
+    with pytest.raises(ValueError, match="logprob_token_ids holds token id 1000000"):
+        llm.generate(PROMPTS[:1], replace(GREEDY, logprob_token_ids=(10**6,)), progress=False)
+
+
 def test_the_token_that_ends_an_answer_is_not_reported(llm: LLM) -> None:
     (whole,) = llm.generate("hello world", replace(GREEDY, logprobs=1), progress=False)
     end = whole.token_ids[5]

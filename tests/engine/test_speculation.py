@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.config import BUILTIN_HEAD, BUILTIN_MODEL
-from holdfast.core.types import Grammar, Request
+from holdfast.core.types import Grammar, Request, TokenLogprobs
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
@@ -35,7 +35,7 @@ KINDS: list[dict[str, Any]] = [
     dict(logprobs=2),
     dict(frequency_penalty=0.2, logprobs=0),
     dict(min_tokens=25),
-    dict(),
+    dict(logprob_token_ids=(3, 71, 9)),
 ]
 
 
@@ -73,7 +73,9 @@ def test_texts_are_the_same_with_and_without_drafts(checkpoint: Path) -> None:
     assert [each.timings.tokens for each in found] == [each.timings.tokens for each in expected]
     for one, other in zip(found, expected, strict=True):
         assert [told.top_ids for told in one.logprobs] == [told.top_ids for told in other.logprobs]
-        chances, others = ([told.logprob for told in each.logprobs] for each in (one, other))
+        chances, others = (
+            [c for told in each.logprobs for c in (told.logprob, *told.top_logprobs)] for each in (one, other)
+        )
         assert chances == pytest.approx(others, abs=1e-4)
 
 
@@ -88,12 +90,19 @@ def test_drafts_are_verified_on_several_devices_and_with_slots_for_adapters(
         loop, info = build(config)
         choose = random.Random(0)
         given: dict[str, list[int]] = {str(number): [] for number in range(3)}
+        named: list[TokenLogprobs] = []
         for name in given:
             prompt = tuple(choose.randrange(info.vocab_size) for _ in range(9))
-            loop.add(Request(name, prompt, replace(FEW, seed=int(name))))
+            names = (5, 71, 70) if name == "1" else ()
+            loop.add(Request(name, prompt, replace(FEW, seed=int(name), logprob_token_ids=names)))
         while loop.has_work():
             for output in loop.step() or ():
                 given[output.request_id] += output.tokens
+                named += output.logprobs
+        assert {told.top_ids for told in named} == {(5, 71, 70)} and len(named) == len(given["1"])
+        for token, told in zip(given["1"], named, strict=True):
+            own = dict(zip(told.top_ids, told.top_logprobs, strict=True)).get(token, told.logprob)
+            assert own == told.logprob, "drafts leave each record at its token"
         assert (loop.stats().drafts_accepted > 10) == (speculation == "ngram")
         answers.append(given)
         loop.close()

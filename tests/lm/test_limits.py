@@ -22,6 +22,7 @@ LIMITS = RequestLimits(max_model_len=100, vocab_size=50, cache_tokens=64)
         (["a"], {}, {}, "prompt", "invalid_value", "prompt holds something that is not a token id"),
         ([1], {"stop_token_ids": (50,)}, {}, "stop_token_ids", "invalid_value", "token id 50"),
         ([1], {"allowed_token_ids": (3, 50)}, {}, "allowed_token_ids", "invalid_value", "token id 50"),
+        ([1], {"logprob_token_ids": (3, 50)}, {}, "logprob_token_ids", "invalid_value", "token id 50"),
         ([1], {"bad_words": ((1,), (2, 50))}, {}, "bad_words", "invalid_value", "token id 50"),
         ([1] * 60, {"max_tokens": 6}, {}, "max_tokens", "invalid_value", "65 positions of the KV cache, which has 64"),
         ([1], {}, {"priority": 1 << 31}, "priority", "invalid_value", "priority is 2147483648"),

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import FakeClient
 
-from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS, Grammar
+from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, Grammar
 from holdfast.server.bad_words import word_tokens
 from holdfast.server.protocol import ApiError
 
@@ -184,6 +184,13 @@ async def test_sampling_fields_and_the_salt_reach_the_engine(http: Http, client:
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
 async def test_a_bad_value_is_refused_by_name(http: Http, path: str, field: str, value: Any) -> None:
     assert (await refused(http, path, {field: value}))["param"].startswith(field)
+
+
+@pytest.mark.parametrize("value", [[], [-1], ["a"], 5, list(range(MAX_LOGPROB_TOKEN_IDS + 1))])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_named_tokens_are_from_1_to_128_ids(http: Http, path: str, value: Any) -> None:
+    error = await refused(http, path, {"logprobs": True if path == CHAT else 1, "logprob_token_ids": value})
+    assert error["param"].startswith("logprob_token_ids")
 
 
 @pytest.mark.parametrize(("words", "name"), [([" "], "bad_words[0]"), (["a", "b" * 65], "bad_words[1]")])

@@ -68,6 +68,55 @@ async def test_a_response_reports_its_tokens_on_request(listening: Listening) ->
     assert [each.token for each in done.logprobs] == [each.token for each in given]
 
 
+NAMED: Any = {"logprob_token_ids": [120, 1, 120, 31]}
+
+
+async def test_a_chat_reports_named_tokens_in_place_of_the_most_probable_at_each_position_and_the_end(
+    listening: Listening, client: FakeClient
+) -> None:
+    client.ends = True
+    asked: Any = HELLO | {"extra_body": NAMED}
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        answer = await api.chat.completions.create(**asked)
+        chunks = [chunk async for chunk in await api.chat.completions.create(**asked, stream=True)]
+        with pytest.raises(openai.BadRequestError, match="needs logprobs") as refusal:
+            await api.chat.completions.create(**asked | {"logprobs": False, "top_logprobs": 0})
+    assert refusal.value.param == "logprob_token_ids"
+    assert client.asked[0].params.logprob_token_ids == (120, 1, 31) and client.asked[0].params.logprobs is None
+    given = answer.choices[0].logprobs
+    assert given is not None and given.content is not None
+    assert [each.token for each in given.content] == ["Ahoy", ", ", "sailor", "!", chr(31)]
+    tops = [[each.token for each in told.top_logprobs] for told in given.content]
+    names = ["x", ", ", chr(31)]
+    assert tops == [["Ahoy", *names], names, ["sailor", *names], ["!", *names], names]
+    assert all(
+        top.logprob == -ord(top.token) for told in given.content for top in told.top_logprobs if top.token == "x"
+    )
+    streamed = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
+    assert streamed == given.content
+
+
+async def test_completions_report_named_tokens_whole_and_streamed(listening: Listening, client: FakeClient) -> None:
+    client.ends = True
+    asked: Any = {"model": "tiny", "prompt": "hello", "logprobs": 0, "extra_body": NAMED}
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        answer = await api.completions.create(**asked)
+        chunks = [chunk async for chunk in await api.completions.create(**asked, stream=True)]
+        for wrong, reason in (({"logprobs": None}, "needs logprobs"), ({"max_tokens": 0, "echo": True}, "is 0")):
+            with pytest.raises(openai.BadRequestError, match=reason) as refusal:
+                await api.completions.create(**asked | wrong)
+            assert refusal.value.param == "logprob_token_ids"
+    given = answer.choices[0].logprobs
+    assert given is not None and given.tokens == ["Ahoy", ", ", "sailor", "!", chr(31)]
+    named = {"x": -120.0, ", ": -1.0, chr(31): -31.0}
+    assert given.top_logprobs == [
+        named | {token: own} for token, own in zip(given.tokens, given.token_logprobs, strict=True)
+    ]
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for part in parts for each in getattr(part, name)] == getattr(given, name)
+
+
 def test_bytes_of_an_incomplete_character_are_escaped_and_count_once_complete(client: FakeClient) -> None:
     client.text.token_bytes = lambda token: bytes([token])  # type: ignore[method-assign]
     columns = CompletionLogprobs(client.text).columns([TokenRecord(byte, None) for byte in "aé!".encode()])  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from fake_engine import FakeClient, FakeText, engine_info
 from holdfast.core.types import TokenLogprobs
 from holdfast.engine.client.pooling import Pooling
 from holdfast.engine.client.stream import Delta
-from holdfast.server.reranking import sigmoid
 
 Http = Callable[..., httpx.AsyncClient]
 VECTORS = {"north": (0, 2), "east": (3, 0), "northeast": (1, 1), "south": (0, -1), "zero": (0, 0)}
@@ -161,16 +160,12 @@ async def test_a_model_that_gives_no_embeddings_refuses_scores(http: Http, clien
 class Reranker(FakeClient):
     """Answers yes or no. The more often a document says wet, the more probable is yes."""
 
-    most = 2
-    """Number of alternatives that it gives with a token. Below 2, the other answer may be missing."""
-
     async def stream(self, prompt: Any, params: Any, **more: Any) -> AsyncGenerator[Delta, None]:
         logprob = {ord("y"): -1.0 - "".join(map(chr, prompt)).count("wet"), ord("n"): -2.0}
-        token = max(params.allowed_token_ids, key=logprob.__getitem__)
-        others = sorted(logprob, key=logprob.__getitem__, reverse=True)[: self.most]
-        told = TokenLogprobs(logprob[token], tuple(others), tuple(logprob[each] for each in others))
+        names = params.logprob_token_ids
+        told = TokenLogprobs(-0.1, names, tuple(logprob[each] for each in names))
         async for delta in super().stream(prompt, params, **more):
-            yield replace(delta, tokens=(token,), logprobs=(told,)) if delta.tokens else delta
+            yield replace(delta, tokens=(ord("?"),), logprobs=(told,)) if delta.tokens else delta
 
 
 class Spelled(FakeText):
@@ -187,10 +182,8 @@ def reranker() -> Reranker:
     return Reranker(pooling=JUDGES, text=Spelled(), words=("yes",), info=engine_info(max_model_len=4096))
 
 
-@pytest.mark.parametrize("most", [2, 1, 0])
 @pytest.mark.parametrize("client", [reranker], indirect=True)
-async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: Any, most: int) -> None:
-    client.most = most
+async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: Any) -> None:
     async with http() as api:
         documents = ["wet wet", "dry", "wet"]
         ranked = (await api.post("/v2/rerank", json={"query": "rain", "documents": documents})).json()
@@ -203,8 +196,8 @@ async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: A
     prompts = ["".join(map(chr, asked.prompt)) for asked in client.asked]
     assert "<Instruct>: Be strict\n<Query>: rain\n<Document>: dry" in prompts[-1]
     assert "<Instruct>: Given a web search query" in prompts[0] and "<enable_thinking=False>" in prompts[0]
-    counted = {prompt: len(prompt) for prompt in prompts if "Given a web" in prompt}
-    assert ranked["usage"]["prompt_tokens"] == sum(counted.values())
+    counted = [len(prompt) for prompt in prompts if "Given a web" in prompt]
+    assert len(counted) == 3 and ranked["usage"]["prompt_tokens"] == sum(counted)
     assert "it ranks" in refused.json()["error"]["message"]
 
 
@@ -214,15 +207,10 @@ async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: A
 async def test_a_model_that_spells_its_answers_with_several_tokens_cannot_rank(http: Http) -> None:
     async with http() as api:
         response = await api.post("/rerank", json={"query": "rain", "documents": ["wet"]})
-    assert response.status_code == 400 and "spells 'no' with 2 tokens" in response.json()["error"]["message"]
+    assert response.status_code == 400 and "spells 'yes' with 3 tokens" in response.json()["error"]["message"]
 
 
 async def test_an_instruction_for_a_model_without_one_is_refused(http: Http) -> None:
     async with http() as api:
         response = await api.post("/rerank", json={"query": "north", "documents": ["east"], "instruction": "x"})
     assert response.status_code == 400 and response.json()["error"]["param"] == "instruction"
-
-
-@pytest.mark.parametrize(("x", "y"), [(0.0, 0.5), (-1000.0, 0.0), (1000.0, 1.0), (1.0, 0.7310585786300049)])
-def test_a_sigmoid_lies_between_0_and_1_for_any_number(x: float, y: float) -> None:
-    assert sigmoid(x) == pytest.approx(y)

@@ -55,7 +55,10 @@ class Completion:
     timings: Timings
     """Includes `ttft` in seconds and `tokens_per_second`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log probabilities of each token but the one that ended the sequence, if `SamplingParams.logprobs` asks."""
+    """Log probabilities of each token but the one that ended the sequence, if `SamplingParams.logprobs` asks.
+
+    With `SamplingParams.logprob_token_ids` they are those of all tokens.
+    """
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of each prompt token but the first, if `SamplingParams.prompt_logprobs` asks."""
     prompt_ranks: tuple[int, ...] = ()

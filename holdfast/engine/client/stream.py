@@ -88,7 +88,8 @@ class Delta:
     usage: Usage | None = None
     timings: Timings | None = None
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Log probabilities of each token, if the request asks. None for the end token, which is not part of the text."""
+    """Log probabilities of each token, if the request asks. The token that ended the answer has them only with
+    `SamplingParams.logprob_token_ids`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of the prompt's next tokens, from its second one on, if the request asks. All come before the
     end."""
@@ -263,8 +264,9 @@ class Stream:
         if not self.note:
             self._tokens.extend(tokens)
         if output.logprobs and not self.note:
-            self._logprobs.extend(output.logprobs[: len(visible)])
-            if len(visible) < len(tokens):
+            named = bool(self.request.params.logprob_token_ids)
+            self._logprobs.extend(output.logprobs[: len(tokens if named else visible)])
+            if len(visible) < len(tokens) and not named:
                 self._end_logprobs = output.logprobs[len(visible)]
         if output.prompt_logprobs:
             again = min(self._told_again, len(output.prompt_logprobs))
@@ -290,7 +292,8 @@ class Stream:
             if self._text.stopped:
                 return tokens[: at + 1]
         if ended and len(visible) < max(1, len(tokens)):
-            self._single.append((self._text.push((), last=True), tokens[len(visible) :], ()))
+            told = logprobs[len(visible) :] if self.request.params.logprob_token_ids else ()
+            self._single.append((self._text.push((), last=True), tokens[len(visible) :], tuple(told)))
         return tokens
 
     def fail(self, error: Exception) -> None:

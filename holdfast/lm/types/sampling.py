@@ -62,6 +62,8 @@ class Sampling:
     """Grammar that the answer must match; None: any answer."""
     embed: bool = False
     """Whether to give the hidden state that the logits come from."""
+    named: tuple[int, ...] = ()
+    """Tokens to report with the log probability of each token, after the alternatives; `logprobs` is then a number."""
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
@@ -83,7 +85,8 @@ class Sampling:
         )
         told = None if shaping.is_neutral else shaping
         drawn = params.temperature, params.top_k, params.top_p
-        return cls(*drawn, seed, params.logprobs, told, params.grammar, params.embed)
+        named = params.logprob_token_ids
+        return cls(*drawn, seed, 0 if named else params.logprobs, told, params.grammar, params.embed, named)
 
     @property
     def asks(self) -> bool:

@@ -62,6 +62,7 @@ METERED = {
     "/api/generate": "completions",
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
+    "/generative_scoring": "completions",
     "/pooling": "embeddings",
     "/score": "embeddings",
     "/v1/score": "embeddings",

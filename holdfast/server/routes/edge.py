@@ -20,7 +20,7 @@ from holdfast.server.time_spent import TimeSpent, watched
 from holdfast.server.tracing import Tracing
 
 AZURE = re.compile(
-    r"/openai/(?:deployments/(?P<deployment>.+?)/(?P<route>chat/completions|completions|embeddings)"
+    r"/openai/(?:deployments/(?P<deployment>.+?)/(?P<route>chat/completions|completions|embeddings|responses)"
     r"|(?:v1/)?(?P<other>(?!deployments/).+))",
     re.DOTALL,
 )

@@ -294,6 +294,7 @@ REPLIES: Mapping[str, Reply] = {
     "POST /rerank": Reply("Ranking"),
     "POST /v1/rerank": Reply("Ranking"),
     "POST /v2/rerank": Reply("Ranking"),
+    "POST /generative_scoring": Reply("Scores"),
     "POST /api/chat": Reply("OllamaAnswer"),
     "POST /api/generate": Reply("OllamaAnswer"),
     "POST /api/embed": Reply("OllamaVectors"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 
+from holdfast.server.label_scores import ScoringRequest, score_items
 from holdfast.server.replies import RequestUsage
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import JSON, described, tenant_of, while_connected
@@ -12,7 +13,7 @@ from holdfast.server.similarity import PoolingRequest, RerankRequest, ScoreReque
 
 
 def add_similarity_routes(app: FastAPI, service: Service) -> None:
-    """Add POST /pooling, /score, /v1/score, /rerank, /v1/rerank and /v2/rerank."""
+    """Add POST /pooling, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank and /generative_scoring."""
 
     @app.post("/pooling", openapi_extra=described(PoolingRequest))
     async def pooling(request: Request) -> Response:
@@ -37,3 +38,10 @@ def add_similarity_routes(app: FastAPI, service: Service) -> None:
         wanted = await read_request(request, service, RerankRequest)
         request.state.usage = usage = RequestUsage()
         return JSON(await while_connected(request.receive, rerank(service, wanted, tenant_of(request), usage)))
+
+    @app.post("/generative_scoring", openapi_extra=described(ScoringRequest))
+    async def generative_scoring(request: Request) -> Response:
+        """The probability of a token after a query and each of several items."""
+        wanted = await read_request(request, service, ScoringRequest)
+        request.state.usage = usage = RequestUsage()
+        return JSON(await while_connected(request.receive, score_items(service, wanted, tenant_of(request), usage)))

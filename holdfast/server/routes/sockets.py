@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.protocol import ApiError, invalid, read_object
 from holdfast.server.replies import encode
+from holdfast.server.routes.edge import without_azure
 from holdfast.server.sockets import CHECK, OpenSockets
 
 log = logging.getLogger("holdfast.server")
@@ -63,7 +64,8 @@ class Sockets:
         path = scope["path"]
         if self._root and path.startswith(f"{self._root}/"):
             path = path[len(self._root) :]
-        if path.rstrip("/") != PATH:
+        scope = without_azure({**scope, "path": path})
+        if scope["path"].rstrip("/") != PATH:
             await refuse(ApiError(f"there is no WebSocket at {path[:128]}", status=404, code="not_found"), send)
             return
         state, refusal = await self._admitted(scope)

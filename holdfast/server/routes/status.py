@@ -100,7 +100,7 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
             "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
             "/v1/batches, /v1/fine_tuning/jobs, /v1/models"
         )
-        apis.append("vLLM's: /tokenize, /detokenize, /score, /rerank, /pooling, /load, /version")
+        apis.append("vLLM's: /tokenize, /detokenize, /score, /rerank, /generative_scoring, /pooling, /load, /version")
         apis.append("Ollama's: /api/chat, /api/generate, /api/tags")
     if applications.apps:
         served["applications"] = list(applications.apps)

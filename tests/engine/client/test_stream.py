@@ -138,6 +138,17 @@ async def test_the_token_that_ends_an_answer_counts_but_is_neither_text_nor_has_
     assert last.usage is not None and last.usage.completion_tokens == 3 and last.stop_string is None
 
 
+@pytest.mark.parametrize("note", [b"", b"note"])
+async def test_the_token_that_ends_an_answer_has_log_probabilities_if_tokens_are_named(note: bytes) -> None:
+    plain = stream_of(logprob_token_ids=(3,))
+    stream = Stream(plain.request, TextStream(Letters()), note)  # type: ignore[arg-type]
+    take(stream, output("hi$", FinishReason.STOP, logprobs=logprobs(-1, -2, -3)))
+    parts = [await deltas(stream) for _ in range(3 if note else 1)]
+    assert "".join(each.text for each in parts) == "hi" and parts[-1].end_logprobs is None
+    assert sum((each.tokens for each in parts), ()) == (104, 105, 36)
+    assert sum((each.logprobs for each in parts), ()) == logprobs(-1, -2, -3)
+
+
 @pytest.mark.parametrize("pieces", [["xENDyz"], ["x", "E", "N", "D", "yz"], ["xE", "NDy", "z"]])
 async def test_a_stop_string_ends_an_answer_at_its_last_token_however_the_tokens_come(pieces: list[str]) -> None:
     stream = stream_of(stop=["END"])

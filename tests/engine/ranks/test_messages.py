@@ -50,7 +50,10 @@ from holdfast.lm.types import (
     TierCopies,
 )
 
-RECORDS = [Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed) for seed in range(3)]
+RECORDS = [
+    Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed, logprobs=0, named=(7,) * seed)
+    for seed in range(3)
+]
 numbers = st.integers(0, 1 << 40)
 named = st.sampled_from([(), ((7, 1 << 20), (9,)), ((), ())])
 copies = st.lists(st.builds(BlockCopy, numbers, numbers), max_size=3).map(tuple)

@@ -70,6 +70,20 @@ async def test_a_turn_has_the_events_of_a_stream(server: Listening) -> None:
     assert events[-1].response.output_text == ANSWER
 
 
+@pytest.mark.parametrize(("deployment", "model"), [({}, "tiny"), ({"azure_deployment": "tiny"}, "gpt-4")])
+async def test_azures_own_client_has_turns_with_its_key_and_deployment(
+    server: Listening, deployment: dict[str, str], model: str
+) -> None:
+    given: Any = {"azure_endpoint": server.url, "api_version": "2025-04-01-preview", "max_retries": 0, **deployment}
+    async with openai.AsyncAzureOpenAI(**given, api_key="one") as api, api.responses.connect() as connection:
+        await connection.response.create(model=model, input="hello")
+        last = (await events_until(connection, "response.completed", "error"))[-1]
+        assert (last.response.output_text, last.response.model) == (ANSWER, "tiny")
+    with pytest.raises(Exception, match="401"):
+        async with openai.AsyncAzureOpenAI(**given, api_key="wrong") as api, api.responses.connect():
+            pass
+
+
 async def test_the_log_shows_a_handshake_and_its_turns(server: Listening, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "holdfast.requests"):
         async with connected(server) as connection:

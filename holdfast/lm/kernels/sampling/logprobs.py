@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -24,7 +26,7 @@ class Logprobs(NamedTuple):
     own: torch.Tensor  # [T] float32
     """The log probability of each row's token."""
     top: torch.Tensor  # [T, K] float32
-    """The log probabilities of the K most probable tokens of each row, in descending order."""
+    """The log probabilities of the most probable tokens of each row, in descending order, and of N named tokens."""
     top_ids: torch.Tensor  # [T, K] int64
     rank: torch.Tensor | None = None  # [T] int64
     """Number of tokens at each place that are at least as probable as the token there, itself included; None if not
@@ -38,19 +40,40 @@ class Logprobs(NamedTuple):
         pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in given]
         return Logprobs(*[into.copy_(each, non_blocking=True) for into, each in zip(pinned, given, strict=True)])
 
-    def of_rows(self, wanted: Sequence[int | None]) -> tuple[TokenLogprobs | None, ...]:
+    def of_rows(self, wanted: Sequence[int | None], named: Sequence[int] = ()) -> tuple[TokenLogprobs | None, ...]:
         """The records of the sampled tokens; None for a token whose entry in `wanted` is None.
 
-        An entry of `wanted` is the number of most probable tokens in the record. The rows here are those of the other
-        entries, in their order.
+        An entry of `wanted` is the number of most probable tokens in the record, and one of `named` that of its named
+        tokens; empty: no row has any. The rows here are those of the other entries, in their order.
         """
-        records = iter(self.records([count for count in wanted if count is not None]))
+        counts = [count for count in wanted if count is not None]
+        others = [number for number, count in zip(named, wanted, strict=True) if count is not None] if named else ()
+        records = iter(self.records(counts, others))
         return tuple(None if count is None else next(records) for count in wanted)
 
-    def records(self, wanted: Sequence[int]) -> list[TokenLogprobs]:
-        """The records of all rows. `wanted` has the number of most probable tokens in each."""
-        rows = zip(wanted, self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), strict=True)
-        return [TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])) for count, own, top, ids in rows]
+    def records(self, wanted: Sequence[int], named: Sequence[int] = ()) -> list[TokenLogprobs]:
+        """The records of all rows. `wanted` has the number of most probable tokens in each.
+
+        `named` has the number of named tokens in each, which follow them; empty: no row has any.
+        """
+        first = self.top.shape[1] - max(named, default=0)  # The column of the first named token.
+        likely = self.top[:, :first].tolist(), self.top_ids[:, :first].tolist()
+        rows = zip(wanted, self.own.tolist(), *likely, strict=True)
+        records = [TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])) for count, own, top, ids in rows]
+        for row, count in enumerate(named):
+            if count:
+                (own, ids, top), part = records[row], slice(first, first + count)
+                ids, top = (*ids, *self.top_ids[row, part].tolist()), (*top, *self.top[row, part].tolist())
+                records[row] = TokenLogprobs(own, ids, top)
+        return records
+
+
+def filled(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Token ids of each row as an array [R, most of any row], with 0 in places that a row does not have."""
+    found = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
+    for number, row in enumerate(rows) if found.size else ():
+        found[number, : len(row)] = row
+    return found
 
 
 def log_probabilities(

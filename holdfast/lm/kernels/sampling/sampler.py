@@ -14,7 +14,7 @@ import torch
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
 from holdfast.lm.kernels.rows import each_row
-from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
+from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, filled, log_probabilities
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sample import best_tokens, sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
@@ -37,6 +37,8 @@ class Wishes:
     """Indices of the sampled rows that have a mask."""
     embeds: Sequence[int] = ()
     """Indices of the sampled rows whose hidden states are returned."""
+    named: Sequence[tuple[int, ...]] = ()
+    """Tokens that each sampled row reports after its alternatives; empty: no row reports any."""
 
     @classmethod
     def of(
@@ -56,7 +58,8 @@ class Wishes:
         masked = [at for at, each in enumerate(records) if each.grammar is not None]
         embeds = [at for at, each in enumerate(records) if each.embed]
         changes = Changes.of(records, rows, positions)
-        return cls([each.logprobs for each in records], changes, histories, masked, embeds)
+        named = [each.named for each in records]
+        return cls([each.logprobs for each in records], changes, histories, masked, embeds, named if any(named) else ())
 
     @cached_property
     def reported(self) -> npt.NDArray[np.int64]:
@@ -78,6 +81,11 @@ class Wishes:
         """Largest number of alternatives that any row reports."""
         return max((count for count in self.logprobs if count is not None), default=0)
 
+    @cached_property
+    def named_tokens(self) -> npt.NDArray[np.int64] | None:
+        """`named` as an array [R, most of any row], with 0 in places that a row does not have; None if empty."""
+        return filled(self.named) if self.named else None
+
 
 class Drawn(NamedTuple):
     """The tokens of a step's sampled rows."""
@@ -90,7 +98,7 @@ class Drawn(NamedTuple):
         """`StepResult.logprobs`, once all is on the host."""
         if self.logprobs is None or wishes is None:
             return ()
-        return self.logprobs.of_rows(wishes.logprobs)
+        return self.logprobs.of_rows(wishes.logprobs, [len(each) for each in wishes.named])
 
     def on_host(self) -> Drawn:
         """A copy in the host's memory. It is complete once the work on the current stream is done."""
@@ -171,7 +179,9 @@ class Sampler:
         if len(wishes.reported) < len(logits):
             at = upload(wishes.reported, logits.device)
             logits, tokens = logits.index_select(0, at), tokens.index_select(0, at)
-        return log_probabilities(logits, tokens, wishes.most, alone=self._alone)
+        found = wishes.named_tokens
+        named = None if found is None else upload(found[wishes.reported], logits.device)
+        return log_probabilities(logits, tokens, wishes.most, named, alone=self._alone)
 
     def _draw_whole_rows(
         self,
@@ -206,7 +216,9 @@ class Sampler:
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.reported):
             return Drawn(gathered)
-        found = self._all_logprobs(whole, tokens[: len(rows)], count, wishes.most, group)
+        others = wishes.named_tokens
+        named = None if others is None else upload(others[own], logits.device)
+        found = self._all_logprobs(whole, tokens[: len(rows)], count, wishes.most, group, named)
         at = upload(wishes.reported, logits.device)
         return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found if part is not None]))
 

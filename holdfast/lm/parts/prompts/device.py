@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -13,7 +13,7 @@ import torch
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.execution.batch import StagedStep
 from holdfast.lm.execution.part import Allocated, DevicePart, HiddenWork, PartExecutor
-from holdfast.lm.kernels.sampling.logprobs import Logprobs
+from holdfast.lm.kernels.sampling.logprobs import Logprobs, filled
 from holdfast.lm.kernels.sampling.sampler import Sampler, ToLogits
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.base import HiddenModel
@@ -87,18 +87,15 @@ def targets_of(
 
 def named_of(reports: Sequence[PromptReport]) -> npt.NDArray[np.int64]:
     """The further tokens of all targets, [T, most of any target]; 0 in places without one."""
-    rows = [row for each in reports for row in (each.named or ((),) * len(each.targets))]
-    found = np.zeros((len(rows), max(each.most_named for each in reports)), np.int64)
-    for number, row in enumerate(rows) if found.size else ():
-        found[number, : len(row)] = row
-    return found
+    return filled([row for each in reports for row in (each.named or ((),) * len(each.targets))])
 
 
 def records_of(logprobs: Logprobs, reports: Sequence[PromptReport]) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """The records of each of the `reports`, once the log probabilities of all their targets are on the host."""
-    first = logprobs.top.shape[1] - max(each.most_named for each in reports)  # of the columns with named tokens
-    records = iter(logprobs.records([logprobs.top.shape[1] for each in reports for _ in each.targets]))
-    return tuple(tuple(_records(records, each, first)) for each in reports)
+    wanted = [each.alternatives for each in reports for _ in each.targets]
+    named = [len(row) for each in reports for row in (each.named or ((),) * len(each.targets))]
+    records = iter(logprobs.records(wanted, named))
+    return tuple(tuple(islice(records, len(each.targets))) for each in reports)
 
 
 def ranks_of(logprobs: Logprobs, reports: Sequence[PromptReport]) -> tuple[tuple[int, ...], ...]:
@@ -106,12 +103,3 @@ def ranks_of(logprobs: Logprobs, reports: Sequence[PromptReport]) -> tuple[tuple
     assert logprobs.rank is not None, "log probabilities of prompts have ranks"
     ranks = iter(logprobs.rank.tolist())
     return tuple(tuple(islice(ranks, len(each.targets))) for each in reports)
-
-
-def _records(records: Iterator[TokenLogprobs], report: PromptReport, first: int) -> Iterator[TokenLogprobs]:
-    """The records of one report, each with its alternatives and its named tokens, which begin at column `first`."""
-    for target in range(len(report.targets)):
-        own, ids, top = next(records)
-        stop = first + (len(report.named[target]) if report.named else 0)
-        likeliest = min(report.alternatives, first)
-        yield TokenLogprobs(own, ids[:likeliest] + ids[first:stop], top[:likeliest] + top[first:stop])

@@ -18,6 +18,7 @@ from tests.ranks import in_group
 
 ROWS, VOCAB = 13, 101
 WANTED = [None, 0, 3, 20, *[None] * 5, 1, 2, None, 7]
+NAMED: list[tuple[int, ...]] = [(), (5, VOCAB - 1, 0, 5), (7,), (), *[()] * 5, tuple(range(40)), (), (), ()]
 
 
 def given(rows: int = ROWS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -54,6 +55,51 @@ def test_log_probabilities_are_of_the_models_own_distribution(monkeypatch: pytes
             assert each.logprob == pytest.approx(float(expected[row, result.tokens[row]]), abs=1e-5)
             assert each.top_ids == tuple(best.indices.tolist())
             assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_named_tokens_follow_the_most_probable_ones_and_are_of_the_models_own_distribution(
+    size: int, alone: bool
+) -> None:
+    logits, columns = given()
+    wishes, share = Wishes(WANTED, named=NAMED), -(-VOCAB // size)
+    plain = drawn(Sampler(alone=alone), logits.clone(), columns, Wishes(WANTED))
+
+    def work(group: TorchGroup | None) -> Drawn:
+        rank = 0 if group is None else group.rank
+        own = logits[:, rank * share : (rank + 1) * share].contiguous()
+        return drawn(Sampler(group, VOCAB, alone=alone), own.clone(), columns, wishes)
+
+    expected = logits.double().log_softmax(-1)
+    for result in [work(None)] if size == 1 else in_group(size, work):
+        assert torch.equal(result.tokens, plain.tokens), "what is told changes no token"
+        told, without = result.told(wishes), plain.told(Wishes(WANTED))
+        for row, (each, other, names) in enumerate(zip(told, without, NAMED, strict=True)):
+            if each is None or other is None:
+                assert each is other
+                continue
+            assert (each.logprob, each.top_ids) == (other.logprob, other.top_ids + names)
+            assert each.top_logprobs[: len(other.top_ids)] == other.top_logprobs
+            found = each.top_logprobs[len(other.top_ids) :]
+            assert found == pytest.approx(expected[row, list(names)].tolist(), abs=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_a_gpu_named_tokens_of_a_large_vocabulary_have_their_log_probabilities(alone: bool) -> None:
+    rows, vocab = 70, 128_256
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)).bfloat16()
+    columns = {name: column.repeat(-(-rows // ROWS))[:rows].cuda() for name, column in given()[1].items()}
+    named = [tuple(range(row, vocab, vocab // (row % 7 * 18))) if row % 7 else () for row in range(rows)]
+    wishes = Wishes([0] * rows, named=named)
+    found = drawn(Sampler(alone=alone), logits.cuda(), columns, wishes).on_host()
+    torch.cuda.synchronize()
+    expected = logits.double().log_softmax(-1)
+    for row, told in enumerate(found.told(wishes)):
+        assert told is not None and told.top_ids == named[row]
+        assert told.logprob == pytest.approx(float(expected[row, found.tokens[row]]), abs=1e-4)
+        assert told.top_logprobs == pytest.approx(expected[row, list(named[row])].tolist(), abs=1e-4)
 
 
 def test_of_equally_probable_alternatives_the_lowest_ids_are_reported_to_a_row_alone() -> None:

@@ -246,7 +246,7 @@ def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
     ],
 )
 def test_offline_rows_of_equal_weights_are_those_of_their_sitting(begin: str, what: str) -> None:
-    found = {each["what"]: each for each in read("2026-11-30-beside-vllm-0.25.1-h200.json")["table"]}
+    found = {each["what"]: each for each in read("2026-11-30-offline-beside-vllm-0.25.1-h200.json")["table"]}
     speed, energy = found[what], found[f"{what}, energy"]
     cells = row(begin)
     assert numbers(cells[1]) + numbers(cells[2]) == pytest.approx([speed["holdfast"], speed["vllm"]], rel=1e-3)

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from holdfast.cluster.replicas import Replicas
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, SleepError
-from holdfast.lm.parts.sleep.messages import LEVELS, MODES, TAGS, SleepMode, Tag
+from holdfast.lm.parts.sleep.messages import LEVELS, MODES, TAGS, Tag
 from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.routes.http import query_integer
@@ -43,7 +43,7 @@ def add_sleep_routes(app: FastAPI, service: Service, config: ServerConfig) -> No
         mode = request.query_params.get("mode", MODES[0])
         if mode not in MODES:
             raise invalid(f"mode is {mode[:32]!r}; it must be one of {', '.join(MODES)}", "mode")
-        return await done(engine().sleep(level, cast(SleepMode, mode)))
+        return await done(engine().sleep(level, mode))
 
     @app.post("/wake_up")
     async def wake_up(request: Request) -> Response:

@@ -22,7 +22,7 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.loop.contracts import Clock
 
 FLUSH_SECONDS = 10.0
-"""Most seconds for which a device at rest waits until the tiers below the host have written what makes room there."""
+"""Most seconds without progress for which a device at rest waits until the tiers below the host have written enough."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -58,7 +58,7 @@ class SleepHandler(Handler, Gate):
         self._level = 0
         """Level of the sleep that has begun; 0: the engine is awake."""
         self._rests_at = inf
-        """Time from which a device at rest no longer waits for the tiers below the host."""
+        """Time from which a device at rest no longer waits for the tiers below the host; infinity: it does not wait."""
         self._work: Work | None = None
         self._ready: list[messages.FromEngine] = []
         """Answers that were not sent yet."""
@@ -94,7 +94,7 @@ class SleepHandler(Handler, Gate):
     @property
     def awaited(self) -> bool:
         """Whether the device is at rest and waits for the tiers below the host."""
-        return self._level > 0 and not self.halted and self._part.at_rest
+        return self._level > 0 and not self.halted and self._part.is_held_up
 
     @property
     def ready(self) -> bool:
@@ -167,6 +167,9 @@ class SleepHandler(Handler, Gate):
             return False
         if self._part.has_flushed:
             return True
+        if not self._part.is_held_up:
+            self._rests_at = inf
+            return False
         self._rests_at = min(self._rests_at, self._clock() + FLUSH_SECONDS)
         return self._clock() >= self._rests_at
 

@@ -51,6 +51,11 @@ class SleepPart(Part):
         return not self._pool.can_swap_out
 
     @property
+    def is_held_up(self) -> bool:
+        """Whether the device is at rest, and the host takes no more before the tiers below have written some of it."""
+        return self.at_rest and self._pool.can_swap_out and self._pool.below.backlog
+
+    @property
     def _is_quiet(self) -> bool:
         """Whether nothing but copies is left to plan before the device is at rest."""
         if not self._closing:

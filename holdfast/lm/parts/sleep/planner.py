@@ -12,8 +12,8 @@ class SleepPart(Part):
     """Brings the device to rest: no sequence has blocks, and idle state has gone to the host tier as in a pause.
 
     From `close` on, the sequences run to their end, or are suspended. Then plans without segments swap idle blocks out,
-    the lowest value first, until none is left that the host takes. What the host does not take is lost, and is computed
-    again when it is needed.
+    the lowest value first, until none is left that the host takes. State that the host does not take is lost, and
+    computed again when it is needed.
     """
 
     name = "sleep"

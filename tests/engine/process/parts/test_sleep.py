@@ -54,13 +54,11 @@ class Memory:
 
 
 class Served:
-    """What the engine's process does between two steps, and what it has sent."""
+    """The work of the engine's process between two steps, and the messages that it has sent."""
 
     def __init__(self) -> None:
         self.device = FakeDevice(BLOCKS, 4, 64, choose=random.Random(1))
-        self.scheduler = create_scheduler(
-            parts=[Late()], blocks=BLOCKS, budget=16, max_sequences=4, host_blocks=64
-        )
+        self.scheduler = create_scheduler(parts=[Late()], blocks=BLOCKS, budget=16, max_sequences=4, host_blocks=64)
         self.memory, self.woken = Memory(self.device), threading.Event()
         clock = itertools.count().__next__
         self.handler = SleepHandler(self.scheduler, self.memory, clock, self.woken.set)  # type: ignore[arg-type]

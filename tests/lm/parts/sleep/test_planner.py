@@ -100,7 +100,7 @@ def test_suspended_sequences_go_on_after_and_compute_nothing_twice(seed, steps_i
     sleeper.run()
     assert sleeper.tokens == {request.id: run_alone(request)[0] for request in requests}
     left = sum(12 - len(tokens) for tokens in before.values())
-    # Of each sequence the tokens of its last, partial block are computed again.
+    # The last, partial block of each sequence is computed again.
     assert sleeper.scheduler.stats().tokens_computed - computed <= left + 3 * 4
 
 

@@ -15,7 +15,7 @@ from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import AdapterError
-from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.connection import EngineAsleep, EngineDead
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE, Pooling
 from holdfast.engine.client.stream import Delta, Timings, Usage
@@ -184,6 +184,10 @@ class FakeClient:
     pooling: Pooling = NONE
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights: str = "0123"
+    sleep_level: int = 0
+    sleep_error: Exception | None = None
+    ordered: list[tuple[Any, ...]] = field(default_factory=list)
+    """What `sleep` and `wake_up` were asked for."""
 
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)
@@ -304,6 +308,23 @@ class FakeClient:
         if self.dead.is_set():
             raise EngineDead(self.reason)
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.ordered.append(("sleep", level, mode))
+        self._check_alive()
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.sleep_level, self.refuse = level, EngineAsleep("it sleeps")
+
+    async def wake_up(self, tags: Sequence[str] = ()) -> None:
+        self.ordered.append(("wake_up", *tags))
+        self._check_alive()
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.sleep_level, self.refuse = 0, None
+
+    async def is_sleeping(self) -> bool:
+        return (await self.health()).sleep_level > 0
+
     async def health(self, timeout: float = 5.0) -> SchedulerStats:
         if self.dead.is_set():
             raise EngineDead(self.reason)
@@ -329,6 +350,7 @@ class FakeClient:
             suspensions=1,
             tokens_dropped=64,
             warming=self.warming,
+            sleep_level=self.sleep_level,
         )
 
     def die(self, reason: str) -> None:

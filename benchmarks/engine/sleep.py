@@ -3,10 +3,10 @@
 usage: python -m benchmarks.engine.sleep [--small] [--rounds 2] [--json FILE] [--set NAME=VALUE ...]
 
 The model is a Llama-3-8B shape with random weights (`--small`: a small one, for a CPU). Conversations of 2,000 tokens
-are computed. Then the engine sleeps at level 1, at level 2, and with `mode=keep` while answers are under way. After each
-sleep the conversations are asked again. Prints a JSON line a sleep: seconds of `sleep` and of `wake_up` by tag, memory
-used before, during and after in GB (of the GPU; on a CPU, of the engine's process), whether all answers are equal, the
-share of prompt tokens that were found in a tier, and the seconds that the answers took.
+are computed. Then the engine sleeps at level 1, at level 2, and with `mode=keep` while answers are under way. After
+each sleep the conversations are asked again. Prints a JSON line a sleep: seconds of `sleep` and of `wake_up` by tag,
+memory used before, during and after in GB (of the GPU; on a CPU, of the engine's process), whether all answers are
+equal, the share of prompt tokens that were found in a tier, and the seconds that the answers took.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ GAUGES = frozenset({
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
     "disk_blocks_total", "disk_blocks_cached", "remote_down", "chunk_rate",
     "snapshots_total", "snapshots_used", "snapshots_kept", "host_snapshots_total", "host_snapshots_kept",
-    "disk_snapshots_total", "disk_snapshots_kept", "turns_expected", "warming",
+    "disk_snapshots_total", "disk_snapshots_kept", "turns_expected", "warming", "sleep_level",
 })  # fmt: skip
 """Fields of SchedulerStats that describe the current state. All other fields count from an engine's start."""
 WIDEST = frozenset({"rows_wide", "adapters_known"})

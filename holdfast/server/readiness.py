@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 from holdfast.cluster.replicas import Replicas
-from holdfast.engine.client.client import EngineClient
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError
@@ -77,7 +77,12 @@ class Readiness:
 
 async def asleep(clients: Sequence[AnyEngine], seconds: float) -> bool:
     """Whether an engine sleeps. One that does not answer within `seconds` is not counted."""
-    able = [each for each in clients if isinstance(each, EngineClient) and each.config.enable_sleep_mode]
+    configs = [getattr(each, "config", None) for each in clients]
+    able = [
+        each
+        for each, config in zip(clients, configs, strict=True)
+        if isinstance(config, EngineConfig) and config.enable_sleep_mode
+    ]
     found = await asyncio.gather(*(client.health(timeout=seconds) for client in able), return_exceptions=True)
     return any(isinstance(stats, SchedulerStats) and stats.sleep_level for stats in found)
 

@@ -168,3 +168,25 @@ def test_a_gap_lets_the_steps_in_flight_end_before_something_is_prepared(steps_i
     prepared = [at for at, call in enumerate(device.calls) if call == ("prepare", 0)]
     assert len(prepared) == [call for call, _ in device.calls].count("prepare") == 4 // steps_in_flight
     assert [device.calls[at + 1][0] for at in prepared] == ["submit"] * len(prepared)
+
+
+def test_a_halted_loop_collects_what_is_in_flight_and_plans_and_prepares_nothing():
+    halted, prepared = [], []
+    device = Recorder(64, 4)
+    (request,) = create_requests(5, max_tokens=4)
+    device.expect(request)
+    loop = Loop(
+        create_scheduler(), device, 2, itertools.count().__next__,
+        prepare=lambda: bool(prepared.append(1)), halted=lambda: bool(halted),
+    )  # fmt: skip
+    loop.add(request)
+    found = [*loop.step()]
+    halted.append(1)
+    while loop.has_work():
+        found += loop.step()
+    assert device.calls[-1] == ("collect", 1) and not device.plans
+    assert loop.step() is None and not loop.prepare() and not prepared and not loop.prepared
+    halted.clear()
+    while loop.has_work():
+        found += loop.step()
+    assert [token for output in found for token in output.tokens] == [*run_alone(request)[0]]

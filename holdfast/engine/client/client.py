@@ -15,6 +15,7 @@ from math import inf
 
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
+from holdfast.core.sleep import MemoryTag, SleepMode
 from holdfast.core.types import (
     ALONE,
     BATCH_CLASS,
@@ -66,10 +67,8 @@ from holdfast.lm.parts.pauses.messages import NotePause, WarmState
 from holdfast.lm.parts.sleep.messages import (
     Asleep,
     Sleep,
-    SleepMode,
     SleepRefused,
     Slept,
-    Tag,
     WakeUp,
 )
 from holdfast.lm.parts.tuning.messages import (
@@ -453,7 +452,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._check_sleeps()
         await asyncio.shield(self._questions.ask(lambda number: Sleep(number, level, mode)))
 
-    async def wake_up(self, tags: Sequence[Tag] = ()) -> None:
+    async def wake_up(self, tags: Sequence[MemoryTag] = ()) -> None:
         """Let the engine take memory back, by default all; it takes requests once all is there.
 
         `tags` are `weights` and `kv_cache`. Raises SleepError with the reason if the memory is not there: the engine

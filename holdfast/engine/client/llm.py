@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import NO_PAUSE, Pause
+from holdfast.core.sleep import LEVELS, MODES, TAGS, MemoryTag, SleepMode
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.stream import Delta, Timings
@@ -27,7 +28,6 @@ from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.parts.sleep.messages import LEVELS, MODES, TAGS, SleepMode, Tag
 
 FEW_ROWS = 64
 """Rows up to which a step takes hardly longer than with one row, because it must read all weights anyway."""
@@ -189,7 +189,7 @@ class LLM:
             raise ValueError(f"level is {level} and mode is {mode}; they must be 1 or 2, and one of {', '.join(MODES)}")
         self._thread.run(self._client.sleep(level, mode))
 
-    def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
+    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Take the device's memory back, or that of these tags: `weights` and `kv_cache`. Returns when it is there.
 
         Raises SleepError (a RuntimeError) with the reason if it is not, and ValueError for another tag.

@@ -226,6 +226,18 @@ def load_part(
     )
 
 
+def load_with_memory(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, place: Place | None
+) -> tuple[Model, SleepMemory | None]:
+    """`load_part`, and the memory of the weights if the engine can sleep."""
+    if not config.enable_sleep_mode:
+        return load_part(config, checkpoint, device, place), None
+    sleeping = SleepMemory(device)
+    read = partial(load_part, config, checkpoint, device, place, sleeping.weights.place)
+    sleeping.reload_by(read)
+    return read(), sleeping
+
+
 def make_paged_device(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -243,11 +255,7 @@ def make_paged_device(
 
         prepare()
     attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
-    sleeping = SleepMemory(device) if config.enable_sleep_mode else None
-    move_weights = None if sleeping is None else sleeping.weights.place
-    model = load_part(config, checkpoint, device, place, move_weights)
-    if sleeping is not None:
-        sleeping.reload_by(partial(load_part, config, checkpoint, device, place, move_weights))
+    model, sleeping = load_with_memory(config, checkpoint, device, place)
     refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,

@@ -100,8 +100,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         how long the stages of `allocate` take. `place` is this rank's place if `model` is its part of a model that
         several ranks share. `sleeping` has the model's weights, and gets the KV cache, if both can be returned.
         """
-        self.sleeping = sleeping
-        """The memory that the device can do without while the engine sleeps; None if it cannot sleep."""
+        self._sleeping = sleeping
         spec = model.spec
         self.model, self.config, self.device, self.name = model, config, spec.device, name
         self.group = model.group if isinstance(model, Decoder) else None
@@ -136,6 +135,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self._allocated: tuple[PagedMemory, PagedExecutor] | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
+
+    @property
+    def sleeping(self) -> SleepMemory:
+        """The memory that the device can do without while the engine sleeps. Raises LookupError if it cannot sleep."""
+        if self._sleeping is None:
+            raise LookupError("the device has no memory that can be returned")
+        return self._sleeping
 
     @property
     def kind(self) -> str:
@@ -378,7 +384,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         within = self._shared_states(sizes)
         states = self._states(sizes.snapshots, sizes.host_snapshots, within)
         states.rehearse_copies()
-        lasting = None if self.sleeping is None else self.sleeping.cache_of
+        lasting = None if self._sleeping is None else self._sleeping.cache_of
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes, states, lasting)
         allocated = Allocated(memory, self._make_stream, self._link)
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
@@ -587,7 +593,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if config.cache_bytes is not None:
             cache = self._own_share(config.cache_bytes, whole)
         elif self.kind == "cuda":
-            own = 0 if self.sleeping is None else self.sleeping.mapped_bytes
+            own = 0 if self._sleeping is None else self._sleeping.mapped_bytes
             used = memory_of_others(self.device, free, total, config.memory_reserved, own)
             cache = int(total * config.memory_fraction) - used - activations
         else:

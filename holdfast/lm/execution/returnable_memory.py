@@ -205,8 +205,8 @@ def _by_storage(weights: object, device: torch.device) -> Iterator[_Shared]:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor uses, and the one after the last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
+    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + (last + 1) * tensor.element_size()
 
 
@@ -320,8 +320,8 @@ class SleepMemory:
             needed, (free, total) = sum(each.size for each in self._of(tag)), memory_of(self._device)
             if needed > free:
                 raise MemoryError(
-                    f"{tag} takes {needed / 1e9:.2f} GB, and of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} are "
-                    "free: free some, and wake it up again"
+                    f"{tag} takes {needed / 1e9:.2f} GB, and of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} "
+                    "are free: free some, and wake it up again"
                 )
             if tag == "weights" and self._absent[tag] > 1:
                 self._read_again()

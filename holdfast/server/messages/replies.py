@@ -86,6 +86,8 @@ class MessageShape(Shape):
         if self.reason == FinishReason.LENGTH:
             short = self.most_tokens is not None and usage.completion_tokens < self.most_tokens
             return "model_context_window_exceeded" if short else "max_tokens"
+        if self.reason == FinishReason.ABORT:  # the engine fell asleep: sent again, the turn goes on
+            return "pause_turn"
         if self.stop is not None:
             return "stop_sequence"
         return "tool_use" if self.called else "end_turn"

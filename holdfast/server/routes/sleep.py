@@ -8,9 +8,9 @@ from typing import cast
 from fastapi import FastAPI, Request, Response
 
 from holdfast.cluster.replicas import Replicas
+from holdfast.core.sleep import LEVELS, MODES, TAGS, MemoryTag
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, SleepError
-from holdfast.lm.parts.sleep.messages import LEVELS, MODES, TAGS, SleepMode, Tag
 from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.routes.http import query_integer
@@ -43,7 +43,7 @@ def add_sleep_routes(app: FastAPI, service: Service, config: ServerConfig) -> No
         mode = request.query_params.get("mode", MODES[0])
         if mode not in MODES:
             raise invalid(f"mode is {mode[:32]!r}; it must be one of {', '.join(MODES)}", "mode")
-        return await done(engine().sleep(level, cast(SleepMode, mode)))
+        return await done(engine().sleep(level, mode))
 
     @app.post("/wake_up")
     async def wake_up(request: Request) -> Response:
@@ -53,7 +53,7 @@ def add_sleep_routes(app: FastAPI, service: Service, config: ServerConfig) -> No
         for tag in tags:
             if tag not in TAGS:
                 raise invalid(f"tags has {tag[:32]!r}; it may have {' and '.join(TAGS)}", "tags")
-        return await done(engine().wake_up([cast(Tag, tag) for tag in dict.fromkeys(tags)]))
+        return await done(engine().wake_up([cast(MemoryTag, tag) for tag in dict.fromkeys(tags)]))
 
     @app.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:

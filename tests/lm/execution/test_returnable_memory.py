@@ -40,12 +40,13 @@ def pattern(size: int) -> torch.Tensor:
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor of the host that have memory."""
-    pages = -(-tensor.nbytes // mmap.PAGESIZE)
+    """Bytes of the whole pages of a tensor of the host that have memory."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE
     found = (ctypes.c_ubyte * pages)()
     libc = ctypes.CDLL(None, use_errno=True)
-    address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
-    assert libc.mincore(address, length, found) == 0, ctypes.get_errno()
+    length = ctypes.c_size_t(pages * mmap.PAGESIZE)
+    assert libc.mincore(ctypes.c_void_p(start), length, found) == 0, ctypes.get_errno()
     return sum(each & 1 for each in found) * mmap.PAGESIZE
 
 

@@ -10,19 +10,20 @@ from math import inf
 from typing import ClassVar, Protocol
 
 from holdfast.core.columns import Columns
+from holdfast.core.sleep import SleepMode
 from holdfast.core.types import NO_OUTPUT, FinishReason, Request, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Gate, Handler, Refusal, refusal
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
 from holdfast.engine.ranks.paged import weights_of
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.parts.sleep.messages import Asleep, Sleep, SleepMode, SleepRefused, Slept, WakeUp
+from holdfast.lm.parts.sleep.messages import Asleep, Sleep, SleepRefused, Slept, WakeUp
 from holdfast.lm.parts.sleep.planner import SleepPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.loop.contracts import Clock
 
 FLUSH_SECONDS = 10.0
-"""Most seconds for which a device at rest waits until the tiers below the host have written what makes room there."""
+"""Most seconds without progress for which a device at rest waits until the tiers below the host have written enough."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -58,8 +59,9 @@ class SleepHandler(Handler, Gate):
         self._level = 0
         """Level of the sleep that has begun; 0: the engine is awake."""
         self._rests_at = inf
-        """Time from which a device at rest no longer waits for the tiers below the host."""
-        self._work: Work | None = None
+        """Time from which a device at rest no longer waits for the tiers below the host; infinity: it does not wait."""
+        self._works: list[Work] = []
+        """The change of memory that is under way, if there is one."""
         self._ready: list[messages.FromEngine] = []
         """Answers that were not sent yet."""
         self.halted = False
@@ -94,14 +96,14 @@ class SleepHandler(Handler, Gate):
     @property
     def awaited(self) -> bool:
         """Whether the device is at rest and waits for the tiers below the host."""
-        return self._level > 0 and not self.halted and self._part.at_rest
+        return self._level > 0 and not self.halted and self._part.is_held_up
 
     @property
     def ready(self) -> bool:
         if self._ready:
             return True
-        if self._work is not None:
-            return self._work.is_done
+        if self._works:
+            return self._works[0].is_done
         return bool(self._orders) and (not self._begun or self._may_sleep)
 
     def answers(self) -> Iterable[messages.FromEngine]:
@@ -117,8 +119,8 @@ class SleepHandler(Handler, Gate):
 
     def stop(self) -> None:
         """Wait until the memory is as an order wants it."""
-        if self._work is not None:
-            self._work.join()
+        for work in self._works:
+            work.join()
 
     def _advance(self, order: Sleep | WakeUp) -> bool:
         """Carry an order out as far as possible. Returns whether it was answered."""
@@ -131,16 +133,13 @@ class SleepHandler(Handler, Gate):
             else:
                 self._ready.append(Slept(order.number))
                 return True
-        if isinstance(order, Sleep) and self._work is None and self._may_sleep:
+        if isinstance(order, Sleep) and not self._works and self._may_sleep:
             self._part.forget(self._clock())
             self._start(lambda: self._memory.sleep(order.level))
-        if self._work is None or not self._work.is_done:
+        if not self._works or not self._works[0].is_done:
             return False
-        error, self._work = self._work.error, None
-        if error is None:
-            self._ready.append(Slept(order.number))
-        else:
-            self._ready.append(SleepRefused(order.number, str(error)))
+        error = self._works.pop().error
+        self._ready.append(SleepRefused(order.number, error) if error else Slept(order.number))
         if self._memory.is_awake:
             self._open()
         return True
@@ -167,13 +166,16 @@ class SleepHandler(Handler, Gate):
             return False
         if self._part.has_flushed:
             return True
+        if not self._part.is_held_up:
+            self._rests_at = inf
+            return False
         self._rests_at = min(self._rests_at, self._clock() + FLUSH_SECONDS)
         return self._clock() >= self._rests_at
 
     def _start(self, change: Callable[[], None]) -> None:
         """Change the memory in a thread, so that the loop goes on to answer messages."""
         self.halted = True
-        self._work = Work(change, self._wake)
+        self._works.append(Work(change, self._wake))
 
     def _open(self) -> None:
         """The engine is awake: let requests run."""
@@ -206,7 +208,8 @@ class Work:
 
     def __init__(self, change: Callable[[], None], wake: Callable[[], None]) -> None:
         self._change, self._wake = change, wake
-        self.error: Exception | None = None
+        self.error = ""
+        """The reason why it failed; empty: it did not."""
         self.is_done = False
         self._thread = threading.Thread(target=self._run, name="holdfast-sleep", daemon=True)
         self._thread.start()
@@ -219,10 +222,10 @@ class Work:
         try:
             self._change()
         except (MemoryError, ValueError, OSError) as error:
-            self.error = error
+            self.error = str(error)
         except Exception as error:
             log.exception("holdfast: the device's memory could not be changed")
-            self.error = error
+            self.error = str(error)
         self.is_done = True
         self._wake()
 
@@ -255,9 +258,7 @@ class SameWeights:
     """
 
     def __init__(self, site: Site) -> None:
-        """Raises TypeError for a device that cannot sleep."""
-        if site.paged.sleeping is None:
-            raise TypeError("the device has no memory that can be returned")
+        """Raises LookupError for a device that cannot sleep."""
         self._device, self._memory = site.paged, site.paged.sleeping
         self._digest = ""
 

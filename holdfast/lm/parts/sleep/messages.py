@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
+from holdfast.core.sleep import MemoryTag, SleepMode
 from holdfast.lm.parts.message import Message
-
-SleepMode = Literal["abort", "wait", "keep"]
-Tag = Literal["weights", "kv_cache"]
-LEVELS = (1, 2)
-"""1 keeps the weights on the host; 2 drops them, and they are read from the checkpoint again."""
-MODES: tuple[SleepMode, ...] = get_args(SleepMode)
-"""The treatment of requests that run: end them, wait for them, or suspend them until the engine is awake."""
-TAGS: tuple[Tag, ...] = get_args(Tag)
-"""The kinds of memory that can be woken up by themselves."""
 
 
 class Sleep(Message, tag="sleep"):
@@ -28,7 +18,7 @@ class WakeUp(Message, tag="wake-up"):
     """To the engine: take memory of these kinds back, or all. The answer is Slept once it is there, or SleepRefused."""
 
     number: int
-    tags: list[Tag]
+    tags: list[MemoryTag]
 
 
 class Slept(Message, tag="slept"):

@@ -12,8 +12,8 @@ class SleepPart(Part):
     """Brings the device to rest: no sequence has blocks, and idle state has gone to the host tier as in a pause.
 
     From `close` on, the sequences run to their end, or are suspended. Then plans without segments swap idle blocks out,
-    the lowest value first, until none is left that the host takes. What the host does not take is lost, and is computed
-    again when it is needed.
+    the lowest value first, until none is left that the host takes. State that the host does not take is lost, and
+    computed again when it is needed.
     """
 
     name = "sleep"
@@ -49,6 +49,11 @@ class SleepPart(Part):
     def has_flushed(self) -> bool:
         """Whether the host has all idle state that it takes."""
         return not self._pool.can_swap_out
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the device is at rest, and the host takes no more before the tiers below have written some of it."""
+        return self.at_rest and self._pool.can_swap_out and self._pool.below.backlog
 
     @property
     def _is_quiet(self) -> bool:

@@ -483,13 +483,11 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "audio": (),
         "chat_template": (),
         "modalities": (["text"],),
-        "prediction": (),
         "suffix": ("",),
         "web_search_options": (),
         # Fields of vLLM and SGLang, whose clients send all of them with their defaults.
         "custom_logit_processor": (),
         "detokenize": (True,),
-        "documents": ([],),
         "early_stopping": (False,),
         "ec_transfer_params": (),
         "kv_transfer_params": (),
@@ -515,8 +513,8 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "vllm_xargs": ({},),
         "watermarking": (False,),
     }
-    # No chat template uses a verbosity, and completions of texts are never stored.
-    harmless = (*SampledRequest.harmless, "metadata", "session_id", "store", "verbosity")
+    # No chat template uses a verbosity, completions of texts are never stored, and a prediction only saves time.
+    harmless = (*SampledRequest.harmless, "metadata", "prediction", "session_id", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -592,6 +590,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+    documents: Annotated[list[dict[str, str]], Meta(max_length=MAX_PROMPTS)] = field(default_factory=list)
+    """Documents for a chat template that uses them, each usually with a `title` and a `text`."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of an answer. By default it does, unless `continue_final_message`."""
     continue_final_message: bool = False
@@ -611,7 +611,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     @property
     def template_options(self) -> dict[str, Any]:
         """Extra variables for the chat template."""
-        return template_options(self.chat_template_kwargs, self.reasoning_effort)
+        given = {"documents": self.documents} if self.documents else {}
+        return template_options(self.chat_template_kwargs, self.reasoning_effort) | given
 
     @property
     def prompt_end(self) -> PromptEnd:
@@ -646,6 +647,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     unsupported = GenerationRequest.unsupported | {
         "chat_template_kwargs": ({},),
+        "documents": ([],),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "tool_choice": ("none", "auto"),

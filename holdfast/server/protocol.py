@@ -852,8 +852,11 @@ ROLE_FIELDS = {
 
 
 def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return the variables for the chat template: the request's own, and its reasoning effort under the usual names."""
-    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    """Return the variables for the chat template: the request's own, and its reasoning effort under the usual names.
+
+    As in vLLM, an effort lets models think that do so only if asked.
+    """
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": True}
     if effort == "none":
         variables = {"enable_thinking": False}
     return variables | dict(given)

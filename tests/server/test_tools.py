@@ -307,6 +307,10 @@ async def test_reasoning_of_past_turns_is_kept_out_of_the_prompt(http: Http, cli
 async def test_template_options_reach_the_template(http: Http, client: FakeClient) -> None:
     await chat(http, tools=[], chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert prompt_of(client).startswith("<reasoning_effort=low><enable_thinking=False><user>")
+    await chat(http, tools=[], reasoning_effort="low")
+    assert prompt_of(client).startswith("<reasoning_effort=low><enable_thinking=True><user>")
+    await chat(http, tools=[], reasoning_effort="none")
+    assert prompt_of(client).startswith("<enable_thinking=False><user>")
 
 
 async def test_a_parser_can_be_named_and_turned_off(http: Http, client: FakeClient) -> None:

@@ -126,13 +126,8 @@ async def score(service: Service, wanted: ScoreRequest, tenant: str, usage: Requ
     texts, pairs = wanted.pairs()
     scores = await similar(service, wanted, texts, pairs, tenant, usage)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    head = {
-        "id": f"score-{id or uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": wanted.model,
-    }
-    return head | {"data": data} | _usage(usage)
+    head = {"id": f"score-{id or uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+    return head | {"model": wanted.model, "data": data} | _usage(usage)
 
 
 async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: RequestUsage, id: str = "") -> Reply:
@@ -201,9 +196,8 @@ async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: Req
         {"index": index, "object": "pooling", "data": vector}
         for index, vector in enumerate(written(vectors, wanted, normalize=normalize))
     ]
-    return {"id": f"pool-{id or uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(
-        usage
-    )
+    head = {"id": f"pool-{id or uuid.uuid4().hex}", "object": "list", "model": wanted.model}
+    return head | {"data": data} | _usage(usage)
 
 
 def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import time
+import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -16,6 +18,8 @@ from holdfast.server.protocol import (
     MAX_MESSAGES,
     CompletionRequest,
     RequestBody,
+    RequestId,
+    Salt,
     TemplateOptions,
     invalid,
     prompt_end,
@@ -45,10 +49,13 @@ class EmbeddingCompletion(CompletionRequest, kw_only=True, frozen=True, forbid_u
 class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/embeddings."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"padding": ("do_not_pad",)}
     harmless: ClassVar[tuple[str, ...]] = ("user", "input_type")
 
     model: str = ""
     input: str | list[Any]
+    add_special_tokens: bool | None = None
+    """Whether to add the tokenizer's special tokens; None: to a text, but not to a chat, whose template has its own."""
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     """Number of leading values of each vector to keep, for models that were trained for this."""
@@ -56,6 +63,9 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
     truncation_side: Literal["left", "right"] | None = None
     """Side on which `truncate_prompt_tokens` drops tokens; None: on the left, so the last tokens stay."""
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+    """End of the answer's id; None: it is random."""
 
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs, each as text or as token ids. Raises ApiError."""
@@ -70,13 +80,15 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
             priority=self.priority,
+            add_special_tokens=self.add_special_tokens is not False,
+            cache_salt=self.cache_salt,
         )
 
 
 class VectorRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/embeddings as vLLM takes it: inputs whose vectors are returned, or the messages of one chat."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = EmbeddingRequest.unsupported | {
         "chat_template": (),
         "embed_dtype": ("float32",),
         "endianness": ("little", "native"),
@@ -86,8 +98,6 @@ class VectorRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown_
 
     input: str | list[Any] = field(default_factory=list)
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool | None = None
-    """Whether to add special tokens to a chat, whose template has its own. It has no effect on an input."""
     add_generation_prompt: bool = False
     """Whether the prompt of a chat ends with the beginning of an answer."""
     continue_final_message: bool = False
@@ -95,13 +105,29 @@ class VectorRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown_
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     normalize: bool | None = None
     """Whether vectors are scaled to length 1; None: as the model says."""
+    use_activation: bool | None = None
+    """vLLM's newer name for `normalize`."""
+
+    @property
+    def normalizes(self) -> bool | None:
+        """`normalize` under one of its names. Raises ApiError if they differ."""
+        old, new = self.normalize, self.use_activation
+        if old is not None and new is not None and old != new:
+            reason = "normalize and use_activation differ, and are two names for one thing; give use_activation"
+            raise invalid(reason, "use_activation", "mutually_exclusive_parameters")
+        return old if new is None else new
 
 
-async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """Return the vectors of all inputs or of a chat, in their order, as `/v1/embeddings` does. Raises ApiError."""
+async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage, id: str = "") -> Reply:
+    """Return the vectors of all inputs or of a chat, in their order, as `/v1/embeddings` does. Raises ApiError.
+
+    `id` is the end of the answer's id; empty: it is random.
+    """
     vectors, normalize = await vectors_of(service, wanted, tenant, usage)
     return {
+        "id": f"embd-{id or uuid.uuid4().hex}",
         "object": "list",
+        "created": int(time.time()),
         "data": [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(written(vectors, wanted, normalize=normalize))
@@ -117,7 +143,7 @@ async def vectors_of(
     """Return the vectors of inputs or of a chat, and whether they are to be scaled to length 1. Raises ApiError."""
     normalize = service.client.pooling.normalize
     if isinstance(wanted, VectorRequest):
-        normalize = normalize if wanted.normalize is None else wanted.normalize
+        normalize = normalize if wanted.normalizes is None else wanted.normalizes
         wanted = await _with_tokens(service, wanted, tenant)
     return await compute(service, wanted, tenant, usage), normalize
 

@@ -15,10 +15,11 @@ from holdfast.core.types import MAX_LOGPROB_TOKEN_IDS
 from holdfast.server.protocol import (
     MAX_PROMPTS,
     ApiError,
+    ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     RequestBody,
     RequestId,
+    Salt,
     TokenId,
     invalid,
 )  # fmt: skip
@@ -55,14 +56,18 @@ class ScoringRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     add_special_tokens: bool = True
     """Whether to add the tokenizer's special tokens to a query that is text."""
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    cache_salt: Salt | None = None
     request_id: RequestId | None = None
     """End of the answer's id; None: it is random."""
 
 
-async def score_items(service: Service, wanted: ScoringRequest, tenant: str, usage: RequestUsage) -> Reply:
+async def score_items(
+    service: Service, wanted: ScoringRequest, tenant: str, usage: RequestUsage, id: str = ""
+) -> Reply:
     """Return the score of each item: the probability of the first label after the query and the item. Raises ApiError.
 
-    The first item runs alone, so that the others find the query's tokens in the cache.
+    The first item runs alone, so that the others find the query's tokens in the cache. `id` is the end of the answer's
+    id; empty: it is random.
     """
     service.check_model(wanted.model, tenant)
     largest, known = max(wanted.label_token_ids), service.client.info.vocab_size
@@ -73,12 +78,16 @@ async def score_items(service: Service, wanted: ScoringRequest, tenant: str, usa
     starts = [0, *range(1, len(prompts), size)]
     for start, stop in zip(starts, [*starts[1:], len(prompts)], strict=True):
         asked = LabelledItems(
-            model=wanted.model, prompt=prompts[start:stop], priority=wanted.priority, **asking(wanted.label_token_ids)
+            model=wanted.model,
+            prompt=prompts[start:stop],
+            priority=wanted.priority,
+            cache_salt=wanted.cache_salt,
+            **asking(wanted.label_token_ids),
         )
         for found in await label_logprobs(service, asked, tenant, usage):
             scores.append(probability(found, wanted.label_token_ids, among_all=not wanted.apply_softmax))
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    id = f"generative-scoring-{wanted.request_id or uuid.uuid4().hex}"
+    id = f"generative-scoring-{id or uuid.uuid4().hex}"
     head = {"id": id, "object": "list", "created": int(time.time()), "model": wanted.model}
     return head | {"data": data, "usage": usage.counts()}
 
@@ -108,7 +117,7 @@ def asking(labels: Sequence[int]) -> dict[str, Any]:
 
 
 async def label_logprobs(
-    service: Service, wanted: GenerationRequest, tenant: str, usage: RequestUsage
+    service: Service, wanted: ChatRequest | CompletionRequest, tenant: str, usage: RequestUsage
 ) -> list[Mapping[int, float]]:
     """Return the log probabilities of the labels of `asking` after each prompt, by token. Raises ApiError."""
     answer = service.answer(wanted, tenant)

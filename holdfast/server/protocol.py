@@ -70,6 +70,7 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[!-~]+$")]
 """Id that a client gives a request: visible ASCII characters."""
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 ContractTime = Annotated[float, Meta(gt=1e-9, le=MAX_CONTRACT * 1000)]
 """A time of a contract in ms. A smaller one may be 0 in seconds."""
@@ -216,6 +217,17 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     """Whether to add padding against traffic analysis. Accepted without effect: no padding is ever added."""
 
 
+class CacheOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The `prompt_cache_options` parameter. All prefixes are cached, so its mode has no effect."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    """How long to keep the state, as `keep_until`."""
+    comparison_response_id: Annotated[str, Meta(max_length=64)] | None = None
+    """Response that OpenAI compares for diagnostics. Accepted without effect."""
+    prewarm: Literal[False] = False
+
+
 class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A JSON object from a client. Besides its fields, it may hold the parameters that the class variables list."""
 
@@ -273,6 +285,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Time in Unix seconds, or duration such as 5m, for which the conversation's state is worth keeping."""
     prompt_cache_retention: Annotated[str, Meta(max_length=32)] | None = None
     """OpenAI's name for how long to keep the state: `24h` counts as that `keep_until`, `in_memory` as none."""
+    prompt_cache_options: CacheOptions | None = None
+    """OpenAI's newer name for it, which counts where `prompt_cache_retention` says nothing."""
     superseded: Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=16)] = []
     """Ids of earlier answers that no turn will follow, because this one replaces them."""
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS // 2)] = []
@@ -283,7 +297,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Whether special tokens have no text in the answer."""
     include_stop_str_in_output: bool = False
     """Whether the answer's text ends with the stop string that ended it, instead of before it."""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: Salt | None = None
     """Text that cached state depends on: only requests with the same one share state. None shares without any."""
     ttft_ms: ContractTime | None = None
     """Time to the first token that the request must be promised, in ms. It is refused if that cannot be kept."""
@@ -312,7 +326,9 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         if given is not None and given not in RETENTIONS:
             reason = f"prompt_cache_retention is {shown(given)}; it must be one of {', '.join(RETENTIONS)}"
             raise invalid(reason, "prompt_cache_retention")
-        wish = self.keep_until if given is None or self.keep_until is not None else RETENTIONS[given]
+        options = self.prompt_cache_options
+        wishes = self.keep_until, None if given is None else RETENTIONS[given], None if options is None else options.ttl
+        wish = next((each for each in wishes if each is not None), None)
         try:
             return keep_seconds(wish, time.time())
         except ValueError as error:
@@ -467,13 +483,11 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "audio": (),
         "chat_template": (),
         "modalities": (["text"],),
-        "prediction": (),
         "suffix": ("",),
         "web_search_options": (),
         # Fields of vLLM and SGLang, whose clients send all of them with their defaults.
         "custom_logit_processor": (),
         "detokenize": (True,),
-        "documents": ([],),
         "early_stopping": (False,),
         "ec_transfer_params": (),
         "kv_transfer_params": (),
@@ -494,13 +508,13 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "spaces_between_special_tokens": (True,),
         "stream_interval": (1,),
         "stream_reasoning": (True,),
-        "thinking_token_budget": (),
+        "thinking_token_budget": (-1,),
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
         "watermarking": (False,),
     }
-    # No chat template uses a verbosity, and completions of texts are never stored.
-    harmless = (*SampledRequest.harmless, "metadata", "session_id", "store", "verbosity")
+    # No chat template uses a verbosity, completions of texts are never stored, and a prediction only saves time.
+    harmless = (*SampledRequest.harmless, "metadata", "prediction", "session_id", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -576,6 +590,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+    documents: Annotated[list[dict[str, str]], Meta(max_length=MAX_PROMPTS)] = field(default_factory=list)
+    """Documents for a chat template that uses them, each usually with a `title` and a `text`."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of an answer. By default it does, unless `continue_final_message`."""
     continue_final_message: bool = False
@@ -595,7 +611,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     @property
     def template_options(self) -> dict[str, Any]:
         """Extra variables for the chat template."""
-        return template_options(self.chat_template_kwargs, self.reasoning_effort)
+        given = {"documents": self.documents} if self.documents else {}
+        return template_options(self.chat_template_kwargs, self.reasoning_effort) | given
 
     @property
     def prompt_end(self) -> PromptEnd:
@@ -630,6 +647,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     unsupported = GenerationRequest.unsupported | {
         "chat_template_kwargs": ({},),
+        "documents": ([],),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "tool_choice": ("none", "auto"),
@@ -822,6 +840,8 @@ CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
 MESSAGE_FIELDS = ("role", "content", "name")
 REFUSAL = "refusal"
 """Type of a part with the words in which a model has refused to answer, and the part's field with them."""
+CACHE_MARK = "prompt_cache_breakpoint"
+"""Field of a part with OpenAI's mark of a prefix to cache. It has no effect, because all prefixes are cached."""
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Fields in which clients send back the model's reasoning. The first one that is present is used."""
 ROLE_FIELDS = {
@@ -832,8 +852,11 @@ ROLE_FIELDS = {
 
 
 def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return the variables for the chat template: the request's own, and its reasoning effort under the usual names."""
-    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    """Return the variables for the chat template: the request's own, and its reasoning effort under the usual names.
+
+    As in vLLM, an effort lets models think that do so only if asked.
+    """
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": True}
     if effort == "none":
         variables = {"enable_thinking": False}
     return variables | dict(given)
@@ -889,7 +912,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise invalid(f"{name} has a content and a refusal; give one of them", f"{name}.refusal")
     texts = text_parts(content, f"{name}.content", ("text", REFUSAL) if role == "assistant" else ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
-        refuse_extra(part, ("type", part["type"]), f"{name}.content[{index}]")
+        refuse_extra(part, ("type", part["type"], CACHE_MARK), f"{name}.content[{index}]")
     read: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if role == "tool":
         call, old = message.get("tool_call_id"), message["role"] == "function"

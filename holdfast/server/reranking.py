@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from holdfast.server.label_scores import AT_ONCE, asking, label_logprobs, probability
 from holdfast.server.protocol import ChatRequest, invalid
@@ -34,15 +35,12 @@ async def judge(
     instruction: str | None,
     tenant: str,
     usage: RequestUsage,
-    *,
-    kept: int | None = None,
-    priority: int = 0,
-    salt: str | None = None,
+    fields: Mapping[str, Any],
 ) -> list[float]:
     """Return the probability of yes against no for each pair of a query and a document. Raises ApiError.
 
-    The first pair runs alone, so that the others find the tokens of the instruction in the cache. `kept` is the number
-    of trailing tokens to keep of each prompt; None for all.
+    The first pair runs alone, so that the others find the tokens of the instruction in the cache. `fields` are fields
+    of the request of each pair, such as its priority.
     """
     service.check_model(model, tenant)
     labels = answer_ids(service)
@@ -53,11 +51,8 @@ async def judge(
         wanted = JudgedPair(
             model=model,
             messages=[{"role": "system", "content": JUDGE}, {"role": "user", "content": said}],
-            truncate_prompt_tokens=kept,
-            priority=priority,
-            cache_salt=salt,
             chat_template_kwargs={"enable_thinking": False},
-            **asking(labels) | {"logprobs": True},
+            **{**fields, **asking(labels), "logprobs": True},
         )
         async with places:
             [found] = await label_logprobs(service, wanted, tenant, usage)

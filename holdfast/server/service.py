@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import secrets
 import time
 import uuid
@@ -298,7 +299,11 @@ class Service:
             messages = wanted.conversation()
             reading = Reading(self.format, chat_toolset(wanted), wanted.template_options, wanted.prompt_end)
             special = wanted.add_special_tokens
+            if wanted.documents and re.search(r"\bdocuments\b", text.template or "") is None:
+                reason = "this model's chat template uses no documents; put them into a message"
+                raise invalid(reason, "documents", "unsupported_parameter")
             size = sum(len(message["content"]) for message in messages)
+            size += sum(len(part) for document in wanted.documents for part in document.values())
 
             def encode_chat(messages: Sequence[dict[str, Any]]) -> list[int]:
                 return text.encode(reading.render(text, messages), add_special_tokens=special, most=most)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from holdfast.server.embeddings import EmbeddingRequest, VectorRequest, compute, vectors_of, written
-from holdfast.server.protocol import MAX_PROMPTS, RequestBody, invalid
+from holdfast.server.protocol import MAX_PROMPTS, RequestBody, RequestId, Salt, invalid
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.reranking import judge
 from holdfast.server.service import Service
@@ -32,7 +32,7 @@ class PairsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_activation": (True,), "softmax": (True,), "activation": (True,), "mm_processor_kwargs": ({},),
-        "chat_template_kwargs": ({},),
+        "chat_template": (), "chat_template_kwargs": ({},), "padding": ("do_not_pad",),
     }  # fmt: skip
     harmless: ClassVar[tuple[str, ...]] = ("user", "encoding_format")
 
@@ -44,7 +44,12 @@ class PairsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
     instruction: str | None = None
     """Rule by which a causal reranker judges documents. Other models take none."""
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Side on which `truncate_prompt_tokens` drops tokens; None: on the left, so the last tokens stay."""
     priority: Priority = 0
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+    """End of the answer's id; None: it is random."""
 
 
 class ScoreRequest(PairsRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -116,16 +121,16 @@ def _text(document: str | dict[str, Any], name: str) -> str:
     raise invalid(f"{name} must be a text, or an object with a text", name)
 
 
-async def score(service: Service, wanted: ScoreRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """Return the score of each pair of texts. Raises ApiError."""
+async def score(service: Service, wanted: ScoreRequest, tenant: str, usage: RequestUsage, id: str = "") -> Reply:
+    """Return the score of each pair of texts. `id` is the end of the answer's id, here and below. Raises ApiError."""
     texts, pairs = wanted.pairs()
     scores = await similar(service, wanted, texts, pairs, tenant, usage)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": wanted.model}
-    return head | {"data": data} | _usage(usage)
+    head = {"id": f"score-{id or uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+    return head | {"model": wanted.model, "data": data} | _usage(usage)
 
 
-async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: RequestUsage) -> Reply:
+async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: RequestUsage, id: str = "") -> Reply:
     """Return the documents in the order of their scores with the query, the best first. Raises ApiError."""
     texts = wanted.texts()
     pairs = [(0, 1 + index) for index in range(len(texts))]
@@ -136,7 +141,7 @@ async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: Re
     ]
     results.sort(key=lambda result: -result["relevance_score"])
     best = results[: wanted.top_n or None]
-    return {"id": f"rerank-{uuid.uuid4().hex}", "model": wanted.model, "results": best} | _usage(usage)
+    return {"id": f"rerank-{id or uuid.uuid4().hex}", "model": wanted.model, "results": best} | _usage(usage)
 
 
 async def similar(
@@ -153,8 +158,8 @@ async def similar(
     texts = await _cut(service, wanted, texts, {left for left, _ in pairs}, tenant)
     if service.client.pooling.judges:
         both = [(texts[left], texts[right]) for left, right in pairs]
-        kept, priority = wanted.truncate_prompt_tokens, wanted.priority
-        return await judge(service, wanted.model, both, wanted.instruction, tenant, usage, kept=kept, priority=priority)
+        fields = _kept(wanted)
+        return await judge(service, wanted.model, both, wanted.instruction, tenant, usage, fields)
     if wanted.instruction is not None:
         raise invalid("instruction is for rerankers, served with --convert rerank; leave it out", "instruction")
     vectors = await compute(service, _embedding(wanted, texts), tenant, usage)
@@ -184,14 +189,15 @@ async def _cut(
         raise invalid(str(error), "documents") from None
 
 
-async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: RequestUsage) -> Reply:
+async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: RequestUsage, id: str = "") -> Reply:
     """Return the vectors of all inputs, or of a chat. Raises ApiError."""
     vectors, normalize = await vectors_of(service, wanted, tenant, usage)
     data = [
         {"index": index, "object": "pooling", "data": vector}
         for index, vector in enumerate(written(vectors, wanted, normalize=normalize))
     ]
-    return {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(usage)
+    head = {"id": f"pool-{id or uuid.uuid4().hex}", "object": "list", "model": wanted.model}
+    return head | {"data": data} | _usage(usage)
 
 
 def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
@@ -204,12 +210,13 @@ def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> floa
 
 def _embedding(wanted: ScoreRequest | RerankRequest, texts: Sequence[str]) -> EmbeddingRequest:
     """Return the embedding request for these texts."""
-    return EmbeddingRequest(
-        model=wanted.model,
-        input=list(texts),
-        truncate_prompt_tokens=wanted.truncate_prompt_tokens,
-        priority=wanted.priority,
-    )
+    return EmbeddingRequest(model=wanted.model, input=list(texts), **_kept(wanted))
+
+
+def _kept(wanted: PairsRequest) -> dict[str, Any]:
+    """Return the fields of the request that its prompts have, too."""
+    names = ("truncate_prompt_tokens", "truncation_side", "priority", "cache_salt")
+    return {name: getattr(wanted, name) for name in names}
 
 
 def _usage(usage: RequestUsage) -> Reply:

@@ -106,7 +106,7 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool | None:
             reason = f"{name} is invalid: in Responses a function's name and parameters are next to its type"
             raise invalid(reason, f"{name}.function")
         return read_function(tool, name)
-    refuse_extra(tool, ("type", "function"), name)
+    refuse_extra(_called_directly(tool, name), ("type", "function"), name)
     function, path = tool.get("function"), f"{name}.function"
     if not isinstance(function, Mapping):
         raise invalid(f"{path} must be an object", path)
@@ -121,10 +121,7 @@ def _read_custom(tool: Mapping[str, Any], name: str, api: Api) -> Tool:
         given, path = tool.get("custom") or {}, f"{name}.custom"
         if not isinstance(given, Mapping):
             raise invalid(f"{path} must be an object", path)
-    taken = {key: value for key, value in given.items() if value is not False and key != "allowed_callers"}
-    refuse_extra(taken, ("type", "name", "description", "format"), path)
-    if given.get("allowed_callers") not in (None, [], ["direct"]):
-        raise invalid(f"{path}.allowed_callers must be direct", f"{path}.allowed_callers", "unsupported_parameter")
+    refuse_extra(_called_directly(given, path), ("type", "name", "description", "format"), path)
     named = read_function({"name": given.get("name"), "description": given.get("description")}, path)
     syntax, definition, where = _read_format(given.get("format"), f"{path}.format", api)
     if syntax != "lark":
@@ -133,6 +130,14 @@ def _read_custom(tool: Mapping[str, Any], name: str, api: Api) -> Tool:
         return custom_tool(named.name, named.description, lark=definition)
     except ValueError as error:
         raise invalid(f"{where} cannot be followed: {error}", where) from None
+
+
+def _called_directly(tool: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return a tool without fields that say that the model knows it at once and calls it itself. Raises ApiError."""
+    if tool.get("allowed_callers") not in (None, [], ["direct"]):
+        raise invalid(f"{path}.allowed_callers must be direct", f"{path}.allowed_callers", "unsupported_parameter")
+    left_out = ("allowed_callers", *(["defer_loading"] if tool.get("defer_loading") is False else []))
+    return {key: value for key, value in tool.items() if key not in left_out}
 
 
 def _read_format(given: Any, path: str, api: Api) -> tuple[str, str | None, str]:
@@ -177,7 +182,7 @@ def search_results(tools: Sequence[Any]) -> int:
 
 def read_function(function: Mapping[str, Any], path: str) -> Tool:
     """Read the definition of a function. `path` is its place in the request. Raises ApiError."""
-    refuse_extra(function, ("type", "name", "description", "parameters", "strict"), path)
+    refuse_extra(_called_directly(function, path), ("type", "name", "description", "parameters", "strict"), path)
     name, description = function.get("name"), function.get("description")
     parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not NAME.fullmatch(name):

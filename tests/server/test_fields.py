@@ -314,10 +314,11 @@ async def test_a_negative_seed_is_a_seed_except_for_minus_one(http: Http, client
 async def test_fields_of_other_servers_are_taken_with_the_values_that_change_nothing(http: Http, path: str) -> None:
     neutral = {
         "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "detokenize": True,
-        "spaces_between_special_tokens": True, "documents": None, "vllm_xargs": {},
+        "spaces_between_special_tokens": True, "documents": [], "vllm_xargs": {},
+        "prediction": {"type": "content", "content": "hello"},
         "separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "lora_path": None,
         "session_id": "a session", "stream_interval": 1, "watermarking": False, "return_prompt_text": False,
-        "thinking_token_budget": None, "truncation_side": None,
+        "thinking_token_budget": -1, "truncation_side": None, "prompt_cache_options": {"mode": "implicit"},
     }  # fmt: skip
     async with http() as api:
         response = await api.post(path, json={**BODIES[path], **neutral})
@@ -325,6 +326,34 @@ async def test_fields_of_other_servers_are_taken_with_the_values_that_change_not
     for name, value in (("use_beam_search", True), ("length_penalty", 0.5), ("thinking_token_budget", 9)):
         error = await refused(http, path, {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+async def test_documents_reach_a_template_that_uses_them_and_are_refused_by_others(
+    http: Http, client: FakeClient
+) -> None:
+    given = {"documents": [{"title": "Tides", "text": "The moon pulls."}]}
+    assert "no documents" in (await refused(http, CHAT, given))["message"]
+    assert (await refused(http, TEXT, given))["param"] == "documents"
+    client.text.template = "{% for document in documents %}{{ document.text }}{% endfor %}{{ messages }}"
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, **given})
+        assert response.status_code == 200, response.text
+        assert (await api.post(CHAT, json=HELLO)).status_code == 200
+    first, second = ("".join(map(chr, asked.prompt)) for asked in client.asked)
+    assert first == f"<documents={given['documents']}>{second}"
+    assert (await refused(http, CHAT, {"documents": [{"text": 5}]}))["param"].startswith("documents[0]")
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_a_mark_of_a_prefix_to_cache_changes_no_prompt(http: Http, client: FakeClient, path: str) -> None:
+    name, kind = ("messages", "text") if path == CHAT else ("input", "input_text")
+    part = {"type": kind, "text": "hello"}
+    async with http() as api:
+        for content in ([part], [{**part, "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}]):
+            body = {**BODIES[path], name: [{"role": "user", "content": content}]}
+            response = await api.post(path, json=body)
+            assert response.status_code == 200, response.text
+    assert client.asked[0].prompt == client.asked[1].prompt
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])

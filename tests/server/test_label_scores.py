@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -25,6 +26,12 @@ RAIN = -1.0, -2.0, -3.0
 class Judge(FakeClient):
     """Gives each prompt log probabilities by how often it says rain. It draws a token that ends its answer."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.running: list[int] = []
+        """Numbers of prompts in the engine, noted as each one comes."""
+        self._now = 0
+
     reports = True
     """Whether it reports named tokens, which an engine of an older version does not."""
 
@@ -32,8 +39,12 @@ class Judge(FakeClient):
         rain = "".join(map(chr, prompt)).count("rain")
         values = tuple(RAIN[rain] if each == ord("y") else -2.5 for each in params.logprob_token_ids)
         told = (TokenLogprobs(-0.2, params.logprob_token_ids, values),) if self.reports else ()
+        self._now += 1
+        self.running.append(self._now)
+        await asyncio.sleep(0)  # The others that are sent with it come.
         async for delta in super().stream(prompt, params, **more):
             yield replace(delta, logprobs=told) if delta.tokens else delta
+        self._now -= 1
 
 
 @pytest.fixture
@@ -82,6 +93,7 @@ async def test_more_items_than_may_be_in_the_engine_are_asked_in_turn(http: Http
     async with http(max_choices=4) as api:
         answer = (await api.post(PATH, json={**ASKED, "items": items})).json()
     assert [each["score"] for each in answer["data"]] == pytest.approx([among(int(at % 3 > 0)) for at in range(20)])
+    assert client.running[:2] == [1, 1] and max(client.running) == 4, "the first one runs alone"
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ async def test_further_choices_are_branches(http: Http, client: FakeClient) -> N
 @pytest.mark.parametrize(
     ("given", "kept"),
     [({"prompt_cache_retention": "24h"}, 86_400), ({"prompt_cache_retention": "in_memory"}, None),
-     ({"prompt_cache_retention": "24h", "keep_until": "1m"}, 60)],
+     ({"prompt_cache_retention": "24h", "keep_until": "1m"}, 60), ({"prompt_cache_options": {"ttl": "12h"}}, 43_200),
+     ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "in_memory"}, 1800),
+     ({"prompt_cache_options": {"ttl": "30m"}, "keep_until": "1m"}, 60), ({"prompt_cache_options": {}}, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("route", [CHAT, RESPONSES])
 async def test_openais_retention_counts_as_a_time_to_keep(

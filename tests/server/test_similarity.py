@@ -91,6 +91,63 @@ async def test_pooled_vectors_are_normalized_as_the_model_or_the_client_says(htt
     assert plain["data"] == [{"index": 0, "object": "pooling", "data": [3, 0]}]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        ("/v1/embeddings", {"input": "north"}, "embd"),
+        ("/pooling", {"input": "north"}, "pool"),
+        ("/score", {"text_1": "north", "text_2": "north"}, "score"),
+        ("/rerank", {"query": "north", "documents": ["north"]}, "rerank"),
+    ],
+)
+async def test_the_id_and_the_salt_of_a_request_are_taken(
+    http: Http, client: Any, path: str, body: dict[str, Any], prefix: str
+) -> None:
+    async with http() as api:
+        own = await api.post(path, json={**body, "request_id": "mine", "cache_salt": "salt", "padding": "do_not_pad"})
+        header = await api.post(path, json={**body, "request_id": "mine"}, headers={"x-request-id": "theirs"})
+        plain = await api.post(path, json=body)
+    assert (own.json()["id"], own.headers["x-request-id"]) == (f"{prefix}-mine", "mine")
+    assert header.json()["id"] == f"{prefix}-theirs"
+    assert plain.json()["id"].startswith(f"{prefix}-") and len(plain.json()["id"]) > 20
+    salts = [asked.salt for asked in client.asked]
+    each = len(salts) // 3
+    assert salts == ["salt"] * each + [""] * 2 * each
+
+
+async def test_special_tokens_are_left_out_of_an_input_on_request(
+    http: Http, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, asked = client.text.encode, []
+
+    def encode(text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        asked.append(add_special_tokens)
+        return list(plain(text))
+
+    monkeypatch.setattr(client.text, "encode", encode)
+    async with http() as api:
+        for given in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            assert (await api.post("/v1/embeddings", json={"input": "north", **given})).status_code == 200
+    assert asked == [True, True, False]
+
+
+async def test_vllms_newer_name_says_whether_vectors_are_normalized(http: Http) -> None:
+    async with http() as api:
+        plain = (await api.post("/v1/embeddings", json={"input": "east", "use_activation": False})).json()
+        both = {"input": "east", "normalize": True}
+        scaled = (await api.post("/v1/embeddings", json={**both, "use_activation": True})).json()
+        refused = await api.post("/v1/embeddings", json={**both, "use_activation": False})
+    assert [each["data"][0]["embedding"] for each in (plain, scaled)] == [[3, 0], [1, 0]]
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "use_activation"
+
+
+async def test_both_texts_of_a_score_are_cut_on_the_side_that_the_client_says(http: Http) -> None:
+    body = {"text_1": "northeast", "text_2": "northeast", "truncate_prompt_tokens": 5, "truncation_side": "right"}
+    async with http() as api:
+        scored = await api.post("/score", json=body)
+    assert scored.status_code == 200 and scored.json()["usage"]["prompt_tokens"] == 10, scored.text
+
+
 async def test_an_input_is_cut_on_the_side_that_the_client_says(http: Http) -> None:
     body = {"input": "northeast", "encoding_format": "float", "truncate_prompt_tokens": 5}
     async with http() as api:
@@ -187,13 +244,15 @@ async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: A
     async with http() as api:
         documents = ["wet wet", "dry", "wet"]
         ranked = (await api.post("/v2/rerank", json={"query": "rain", "documents": documents})).json()
-        scores = await api.post("/score", json={"text_1": "rain", "text_2": "dry", "instruction": "Be strict"})
+        asked = {"text_1": "rain", "text_2": "dry", "instruction": "Be strict", "cache_salt": "salt"}
+        scores = await api.post("/score", json=asked)
         refused = await api.post("/pooling", json={"input": "rain"})
     assert [each["index"] for each in ranked["results"]] == [1, 2, 0]
     expected = [1 / (1 + math.exp(wet - 1)) for wet in (0, 1, 2)]
     assert [each["relevance_score"] for each in ranked["results"]] == pytest.approx(expected)
     assert scores.json()["data"][0]["score"] == pytest.approx(expected[0])
     prompts = ["".join(map(chr, asked.prompt)) for asked in client.asked]
+    assert [asked.salt for asked in client.asked] == ["", "", "", "salt"]
     assert "<Instruct>: Be strict\n<Query>: rain\n<Document>: dry" in prompts[-1]
     assert "<Instruct>: Given a web search query" in prompts[0] and "<enable_thinking=False>" in prompts[0]
     counted = [len(prompt) for prompt in prompts if "Given a web" in prompt]

@@ -57,6 +57,25 @@ async def chat(http: Http, **more: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_a_function_may_say_that_it_is_known_at_once_and_called_directly(http: Http, path: str) -> None:
+    def body(**more: Any) -> dict[str, Any]:
+        if path == CHAT:
+            return {**BODY, "tools": [{"type": "function", "function": {**WEATHER, **more}}]}
+        return {"model": "tiny", "input": "hello", "tools": [{"type": "function", **WEATHER, **more}]}
+
+    async with http() as api:
+        known = await api.post(path, json=body(defer_loading=False, allowed_callers=["direct"]))
+        refused = [
+            await api.post(path, json=body(**more))
+            for more in ({"defer_loading": True}, {"allowed_callers": ["programmatic"]})
+        ]
+    assert known.status_code == 200, known.text
+    where = "tools[0].function" if path == CHAT else "tools[0]"
+    params = [each.json()["error"]["param"] for each in refused]
+    assert params == [f"{where}.defer_loading", f"{where}.allowed_callers"]
+
+
 async def streamed(http: Http, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     async with http() as api:
         response = await api.post(path, json={**body, "stream": True})
@@ -288,6 +307,10 @@ async def test_reasoning_of_past_turns_is_kept_out_of_the_prompt(http: Http, cli
 async def test_template_options_reach_the_template(http: Http, client: FakeClient) -> None:
     await chat(http, tools=[], chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert prompt_of(client).startswith("<reasoning_effort=low><enable_thinking=False><user>")
+    await chat(http, tools=[], reasoning_effort="low")
+    assert prompt_of(client).startswith("<reasoning_effort=low><enable_thinking=True><user>")
+    await chat(http, tools=[], reasoning_effort="none")
+    assert prompt_of(client).startswith("<enable_thinking=False><user>")
 
 
 async def test_a_parser_can_be_named_and_turned_off(http: Http, client: FakeClient) -> None:

@@ -233,11 +233,11 @@ def main() -> None:
 
 def _rendered(template: jinja2.Template, special_tokens: Mapping[str, str], wanted: Render) -> str:
     variables = {
+        "documents": None,
         **wanted.options,
         **special_tokens,
         "messages": wanted.messages,
         "tools": wanted.tools,
-        "documents": None,
         "add_generation_prompt": wanted.add_generation_prompt,
     }
     pieces: list[str] = []

@@ -55,6 +55,10 @@ Label = Annotated[str, Meta(max_length=1024)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
 
 Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
@@ -73,11 +77,16 @@ class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class ReasoningOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The `reasoning` parameter. The effort goes to the chat template. There are no summaries."""
+    """The `reasoning` parameter. The effort goes to the chat template. There are no summaries.
+
+    The chat template decides which reasoning of earlier turns the model sees, and there is one mode.
+    """
 
     effort: Label | None = None
     summary: Label | None = None
     generate_summary: Label | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -111,9 +120,18 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     prompt_param = "input"
     max_tokens_param = "max_output_tokens"
     unsupported = SampledRequest.unsupported | {
+        "access_programs": ({},),
+        "image": ({},),
         "logprobs": (False,),
+        # Fields of vLLM.
+        "enable_response_messages": (False,),
+        "kv_transfer_params": (),
+        "mm_processor_kwargs": ({},),
+        "previous_input_messages": ([],),
+        "previous_response": (),
+        "request_id": (),
+        "vllm_xargs": ({},),
     }
-    harmless = (*SampledRequest.harmless, "prompt_cache_options")
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] = ""
     instructions: str | None = None
@@ -349,6 +367,7 @@ def new_response(wanted: ResponseRequest, served: str, id: str = "") -> Response
         "prompt": None if wanted.prompt is None else to_builtins(wanted.prompt),
         "conversation": None if conversation is None else {"id": conversation},
         "prompt_cache_key": wanted.prompt_cache_key,
+        "prompt_cache_retention": wanted.prompt_cache_retention,
         "reasoning": {"effort": wanted.reasoning.effort, "summary": wanted.reasoning.summary},
         "safety_identifier": wanted.safety_identifier,
         "service_tier": wanted.tier,

@@ -29,7 +29,6 @@ from holdfast.server.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     SampledRequest,
     invalid,
 )  # fmt: skip
@@ -63,7 +62,7 @@ def add_completion_routes(app: FastAPI, service: Service, chats: StoredChats) ->
         wanted = service.settled(await read_request(request, service, ChatRequest))
         answer = service.answer(wanted, tenant_of(request))
         # An id names one stored answer, so it is not the client's.
-        id = new_id() if wanted.store else named_by(request, wanted)
+        id = new_id() if wanted.store else named_by(request, wanted.request_id)
         return await respond(request, answer, answer.shape(ChatShape, id), chats.keeper(answer.tenant, wanted))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
@@ -71,7 +70,7 @@ def add_completion_routes(app: FastAPI, service: Service, chats: StoredChats) ->
         """Continuations of one or several prompts, given as text or token ids."""
         wanted = service.settled(await read_request(request, service, CompletionRequest))
         answer = service.answer(wanted, tenant_of(request))
-        return await respond(request, answer, answer.shape(TextShape, named_by(request, wanted)), Unkept())
+        return await respond(request, answer, answer.shape(TextShape, named_by(request, wanted.request_id)), Unkept())
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
@@ -92,12 +91,12 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
     return replace_struct(wanted, model=model)
 
 
-def named_by(request: Request, wanted: GenerationRequest) -> str:
-    """Return the id that the client gave the request, in its header or else in its body; empty if it gave none.
+def named_by(request: Request, given: str | None) -> str:
+    """Return the id that the client gave the request, in its header or else `given` in its body; empty if it gave none.
 
     The answer's header `x-request-id` has that id, too.
     """
-    id = given_id(request.scope) or wanted.request_id or ""
+    id = given_id(request.scope) or given or ""
     if id:
         request.state.request_id = id
     return id
@@ -289,4 +288,5 @@ def add_embedding_route(app: FastAPI, service: Service) -> None:
         """One vector for each input, if the served model is made for embeddings."""
         wanted = await read_request(request, service, VectorRequest)
         request.state.usage = usage = RequestUsage()
-        return JSON(await while_connected(request.receive, embed(service, wanted, tenant_of(request), usage)))
+        embedded = embed(service, wanted, tenant_of(request), usage, named_by(request, wanted.request_id))
+        return JSON(await while_connected(request.receive, embedded))

@@ -31,6 +31,7 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
+        "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
     }
 

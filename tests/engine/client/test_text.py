@@ -238,6 +238,18 @@ def test_templates_render_as_transformers_renders_them(template):
         assert ours.encode_chat(GREETING, add_generation_prompt=prompt) == ids
 
 
+def test_documents_reach_a_template_as_transformers_gives_them():
+    template = (
+        "{% for each in documents or [] %}{{ each.title }}: {{ each['text'] }};{% endfor %}{{ messages[0].content }}"
+    )
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=template)
+    ours, given = Text(byte_level(), template), [{"title": "Tides", "text": "The moon pulls."}]
+    for documents in (given, None):
+        expected = theirs.apply_chat_template(GREETING, tokenize=False, documents=documents)
+        options = {} if documents is None else {"documents": documents}
+        assert ours.render_chat(GREETING, options=options, add_generation_prompt=False) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

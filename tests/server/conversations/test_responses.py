@@ -94,8 +94,9 @@ async def test_a_response_repeats_parameters_that_have_no_effect(api: openai.Asy
         "text": {"verbosity": "high", "format": {"type": "text"}},
         "presence_penalty": 0,
         "frequency_penalty": 0.0,
-        "include": ["reasoning.encrypted_content"],
+        "include": ["reasoning.encrypted_content", "file_search_call.results", "message.input_image.image_url"],
         "service_tier": "flex",
+        "prompt_cache_retention": "24h",
     }
     response = await api.responses.with_raw_response.create(model="tiny", input="hello", extra_body=sent)
     sent_back = response.http_response.json()
@@ -114,7 +115,17 @@ async def test_a_response_repeats_parameters_that_have_no_effect(api: openai.Asy
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "service_tier": "default",
+        "prompt_cache_retention": None,
     }
+
+
+async def test_fields_of_openai_and_vllm_are_taken_with_the_values_that_change_nothing(api: openai.AsyncOpenAI) -> None:
+    neutral: dict[str, Any] = {
+        "reasoning": {"context": "auto", "mode": "standard"}, "image": {}, "access_programs": {},
+        "prompt_cache_options": {"mode": "explicit", "prewarm": False, "comparison_response_id": "resp_1"},
+        "enable_response_messages": False, "vllm_xargs": {}, "mm_processor_kwargs": {}, "previous_input_messages": None,
+    }  # fmt: skip
+    assert (await api.responses.create(model="tiny", input="hello", extra_body=neutral)).output_text == "Ahoy, sailor!"
 
 
 async def test_the_tokens_of_a_turn_are_counted_with_its_context(api: openai.AsyncOpenAI, client: FakeClient) -> None:
@@ -791,7 +802,14 @@ class TestTenants:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "invalid_value"),
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
+        ({"include": ["file_search_call.queries"]}, "include[0]", "invalid_value"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "invalid_value"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context", "invalid_value"),
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "invalid_value"),
+        ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl", "invalid_value"),
+        ({"request_id": "mine"}, "request_id", "unsupported_parameter"),
+        ({"enable_response_messages": True}, "enable_response_messages", "unsupported_parameter"),
+        ({"image": {"detail": "low"}}, "image", "unsupported_parameter"),
         ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"messages": []}, "messages", "unknown_parameter"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),

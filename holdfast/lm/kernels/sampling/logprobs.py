@@ -60,10 +60,11 @@ class Logprobs(NamedTuple):
         likely = self.top[:, :first].tolist(), self.top_ids[:, :first].tolist()
         rows = zip(wanted, self.own.tolist(), *likely, strict=True)
         records = [TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])) for count, own, top, ids in rows]
+        named_ids, named_top = (each.numpy() for each in (self.top_ids[:, first:], self.top[:, first:]))
         for row, count in enumerate(named):
             if count:
-                (own, ids, top), part = records[row], slice(first, first + count)
-                ids, top = (*ids, *self.top_ids[row, part].tolist()), (*top, *self.top[row, part].tolist())
+                own, ids, top = records[row]
+                ids, top = (*ids, *named_ids[row, :count].tolist()), (*top, *named_top[row, :count].tolist())
                 records[row] = TokenLogprobs(own, ids, top)
         return records
 

@@ -195,6 +195,9 @@ class CellEngine:
         self._ended += len(outputs or ())
         return outputs
 
+    def fill(self) -> None:
+        self.loops[0].fill()
+
     def watch(self, clock: str) -> None:
         """Time the parts of the work from now on, by this clock of the module `time`."""
         times = self._times = HostTimes(getattr(time, clock))
@@ -714,9 +717,11 @@ class DeviceBench:
         gc.collect()
         (self._model,) = Bench(argparse.Namespace(**vars(self._run) | {"only": [model]})).models()
 
-    def engine(self, system: str) -> Engine:
+    def engine(self, system: str) -> CellEngine:
         """A new engine of a system of the chosen model."""
-        return next(each for each in self.model.systems if each.name == system).engine()
+        engine = next(each for each in self.model.systems if each.name == system).engine()
+        assert isinstance(engine, CellEngine)
+        return engine
 
     def ideal(self) -> float:
         """The requests a second of the device, if it runs nothing but full tasks."""

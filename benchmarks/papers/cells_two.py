@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import os
+import pickle
 import resource
 import select
 import time
@@ -31,6 +32,7 @@ import torch
 from benchmarks.lib.cells.processes import packed, unpacked
 from benchmarks.papers import cells_serve
 from benchmarks.papers.cells_serve import Bench, CellEngine, HostExecutor, peak_of, prepare
+from holdfast.cells import planner as planner_module
 from holdfast.cells.plan import Returned, Round
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -154,6 +156,7 @@ class Share:
             from holdfast.cells import executor_cuda
 
             executor_cuda.SPINS = 1 << 30 if knobs.get("spin") else 50
+        planner_module.ADMITTED = 128 if knobs.get("few") else 1 << 30
         self.model.clients = knobs.get("clients", 4096)
         engine = self.system.engine()
         assert isinstance(engine, CellEngine)
@@ -227,30 +230,36 @@ def serve_share(connection: Any, run: argparse.Namespace) -> None:
     connection.send("ready")
     busy = False
     most: float = 1 << 30
-    receive, send = connection.recv, connection.send
+    receive, send, load = connection.recv_bytes, connection.send, pickle.loads
+    came: deque[bytes] = deque()
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLIN)
     while True:
+        while poller.poll(0 if busy or came else None):
+            came.append(receive())
         taken = 0
-        while taken < most and connection.poll(0 if busy else None):
-            kind, *rest = receive()
-            taken += 1
+        while came and taken < most:
+            kind, *rest = load(came.popleft())
             if kind == "requests":
                 ids, contents = rest
                 assert share.engine is not None
                 share.counts.messages += 1
                 share.engine.add(ids, share.counts.timed("unpack", unpacked)(*contents))
                 busy = True
+                taken += 1
                 continue
             if kind == "close":
                 return
             busy = False
             connection.send(("answer", getattr(share, kind)(*rest)))
             most = share.knobs.get("most") or 1 << 30
-            receive = share.counts.timed("receive", connection.recv)
+            receive = share.counts.timed("receive", connection.recv_bytes)
+            load = share.counts.timed("load", pickle.loads)
             send = share.counts.timed("send", connection.send)
         outputs = None if share.engine is None or not busy else share.engine.step(0)
         busy = outputs is not None
         if outputs and share.knobs.get("fill"):
-            share.engine.loops[0]._submit()
+            share.engine.fill()
         if outputs:
             send(("outputs", outputs.groups))
 
@@ -380,32 +389,37 @@ def main() -> None:
     if "paced" not in given.device:
         alone_ideal = ask(one, "ideal")[0]
         show("ideal", alone_ideal, [], dict(both_at_once=ask(both, "ideal")))
+    good = dict(few=True, fill=True, most=1)
     alone("one", one)
     alone("two", both)
     dealt("one", one)
     dealt("two", both)
-    dealt("two, filled first", both, fill=True)
-    dealt("two, one message a step", both, most=1)
-    dealt("two, filled first, one message a step", both, fill=True, most=1)
-    dealt("two, filled first, 8192 clients", both, fill=True, clients=8192)
-    dealt("two, filled first, one message a step, 8192 clients", both, fill=True, most=1, clients=8192)
+    dealt("two, few", both, few=True)
+    dealt("two, fill", both, fill=True)
+    dealt("two, most", both, most=1)
+    dealt("two, fill and most", both, fill=True, most=1)
+    dealt("two, few, fill and most", both, **good)
+    dealt("two, few, fill and most, 8192 clients", both, clients=8192, **good)
+    alone("one, few", one, few=True)
+    alone("two, few", both, few=True)
     dealt("two", both)
+    dealt("two, few, fill and most", both, **good)
     dealt("two, pinned to 4 cores", both, pinned=4)
-    dealt("two, pinned to 1 core", both, pinned=1)
     dealt("two, spinning", both, spin=True)
     dealt("two, 8192 clients", both, clients=8192)
-    dealt("one, filled first, one message a step", one, fill=True, most=1)
     dealt("one, 2048 clients", one, clients=2048)
+    dealt("one, few, fill and most", one, **good)
+    dealt("two, few, fill and most, pinned to 4 cores", both, pinned=4, **good)
+    dealt("two, few, fill and most, pinned to 1 core", both, pinned=1, **good)
+    dealt("two, few, fill and most, spinning", both, spin=True, **good)
+    dealt("two, few, fill and most, bursts of 64", both, burst=64, **good)
     alone("two, 2048 clients", both, clients=2048)
-    alone("two, pinned to 4 cores", both, pinned=4)
     alone("two, spinning", both, spin=True)
-    dealt("two, filled first, one message a step, pinned, spinning", both, fill=True, most=1, pinned=4, spin=True)
     dealt("two", both)
     dealt("two, malloc", both, malloc=True)  # from here on, the allocator keeps its memory
-    dealt("two, malloc, filled first, one message a step", both, malloc=True, fill=True, most=1)
-    alone("two, malloc", both)
-    dealt("two, filled first, one message a step", both, fill=True, most=1)
-    dealt("two, filled first, one message a step, 8192 clients", both, fill=True, most=1, clients=8192)
+    dealt("two, malloc, few, fill and most", both, malloc=True, **good)
+    dealt("two, malloc, few, fill and most, pinned, spinning", both, malloc=True, pinned=4, spin=True, **good)
+    dealt("two, malloc, few, fill and most, 8192 clients", both, malloc=True, clients=8192, **good)
     for connection in connections:
         connection.send(("close",))
     for process in processes:

@@ -179,6 +179,17 @@ def _centre(queue: np.ndarray, bound: np.ndarray) -> None:
 
 
 @compiled
+def has_nodes(table: np.ndarray, queue: np.ndarray, bound: np.ndarray, nodes: int, most: int) -> bool:
+    """Whether the ready rows of a queue have this number of nodes left, of which at most `most` of each row count."""
+    for place in range(bound[0], bound[1]):
+        row = table[queue[place]]
+        nodes -= min(row["end"] - row["at"], most)
+        if nodes <= 0:
+            return True
+    return False
+
+
+@compiled
 def batch(
     table: np.ndarray,
     sources: np.ndarray,

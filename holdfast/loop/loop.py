@@ -76,12 +76,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
         Returns None, at once, if nothing is in flight.
         """
-        self._refresh()
-        if not self._gap():
-            self._submit()
-        elif not self._plans:
-            self.prepare()
-            self._submit()
+        self.fill()
         if not self._plans:
             return None
         result = self.executor.collect()
@@ -89,8 +84,19 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
             observer.ended(result)
         return self.planner.update(self._plans.popleft(), result, self._clock())
 
+    def fill(self) -> None:
+        """Submit plans until enough are in flight.
+
+        `step` begins with it. Call it before other work, so that the executor computes meanwhile.
+        """
+        self._refresh()
+        if not self._gap():
+            self._submit()
+        elif not self._plans:
+            self.prepare()
+            self._submit()
+
     def _submit(self) -> None:
-        """Submit plans until enough are in flight."""
         while len(self._plans) < self._steps_in_flight:
             plan = self.planner.schedule(self._clock())
             if plan is None:

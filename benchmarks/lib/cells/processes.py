@@ -1,15 +1,18 @@
 """Several devices as processes: each has a planner and an executor of its own, and a share of the requests.
 
 One process deals the requests out, each call's to the process with the fewest open requests, and takes the results.
-Contents and results travel between the processes, as they do between a server and its engines.
+Contents and results travel between the processes, as they do between a server and its engines. A device never waits for
+messages: its process submits the next round before it sends the results of the last one, and unfolds the requests of one
+message in each step.
 """
 
 from __future__ import annotations
 
 import gc
+import pickle
 import select
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -39,13 +42,20 @@ class Engine(Protocol):
         """End all requests."""
 
 
+class DeviceEngine(Engine, Protocol):
+    """A system that serves requests on a device of its own."""
+
+    def fill(self) -> None:
+        """Give the device its next work at once, as the next `step` would."""
+
+
 class Host(Protocol):
     """The systems of one process. They run on its device."""
 
     def choose(self, model: str) -> None:
         """Make the systems of a model ready."""
 
-    def engine(self, system: str) -> Engine:
+    def engine(self, system: str) -> DeviceEngine:
         """A new engine of a system of the chosen model."""
 
     def ideal(self) -> float:
@@ -75,17 +85,22 @@ def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
         gc.collect()
         gc.freeze()
         gc.disable()  # as in an engine process, which collects in pauses
-        engine: Engine | None = None
+        engine: DeviceEngine | None = None
         busy = False
+        came: deque[bytes] = deque()
+        """Messages that were not handled yet. They are read at once, so that the sender never waits."""
+        poller = select.poll()
+        poller.register(connection.fileno(), select.POLLIN)
         while True:
-            while connection.poll(0 if busy else None):
-                kind, *rest = connection.recv()
+            while poller.poll(0 if busy or came else None):
+                came.append(connection.recv_bytes())
+            while came:
+                kind, *rest = pickle.loads(came.popleft())
                 if kind == REQUESTS:
                     assert engine is not None, "requests came before an engine was asked for"
                     ids, contents = rest
                     engine.add(ids, unpacked(*contents))
-                    busy = True
-                    continue
+                    break  # the device would wait for those of further messages
                 name, *arguments = rest
                 if name == "engine":
                     engine = host.engine(*arguments)
@@ -99,6 +114,8 @@ def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
             outputs = None if engine is None else engine.step(0)
             busy = outputs is not None
             if outputs:
+                assert engine is not None
+                engine.fill()
                 groups = outputs.groups if isinstance(outputs, CellOutputs) else None
                 connection.send((OUTPUTS, groups or list(outputs)))
     except (EOFError, ConnectionError):  # the other side has closed

@@ -184,6 +184,8 @@ class CellEngine:
         self._ended = 0
         """Number of requests that have ended."""
         self._times = HostTimes()
+        self._served: Seconds | None = None
+        """The times when requests were last served, before the rest was ended."""
 
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         self._added += requests
@@ -218,10 +220,11 @@ class CellEngine:
             )
 
     def times(self) -> tuple[Seconds, int]:
-        """The host's seconds by what they were spent on, and the number of requests that have ended."""
-        return dict(self._times), self._ended
+        """The host's seconds by what they were spent on until `drain`, and the number of requests that have ended."""
+        return self._served or dict(self._times), self._ended
 
     def drain(self) -> None:
+        self._served = dict(self._times)
         for request in self._added:
             self.loops[0].abort(request)
         for loop in self.loops:

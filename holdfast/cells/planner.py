@@ -367,13 +367,13 @@ class CellPlanner:
                 return
 
     def _full(self) -> bool:
-        """Whether a round of full tasks is ready for each worker: by the nodes of rows that are ready now."""
+        """Whether the ready rows of a type are enough for full tasks in a whole round of each worker."""
         return any(
-            algorithm.has_nodes(
+            algorithm.fills(
                 self._table,
                 self._queues.rows[kind.number],
                 self._queues.bounds[kind.number],
-                kind.most * self._max_tasks * self._workers,
+                kind.most * self._workers,
                 self._max_tasks,
             )
             for kind in self._kinds

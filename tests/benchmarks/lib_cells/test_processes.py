@@ -23,11 +23,14 @@ class Echo:
         self._go = go
         self._added: list[tuple[list[str], list[Sample]]] = []
         self.drained = 0
+        self.calls: list[str] = []
 
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         self._added.append((list(requests), list(samples)))
+        self.calls.append("add")
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
+        self.calls.append("step")
         if not self._added:
             return None
         assert self._go.wait(60)
@@ -37,6 +40,9 @@ class Echo:
         tokens = [sample.tokens for sample in samples]
         results = {"tokens": (np.concatenate(tokens), np.cumsum([len(each) for each in tokens]))}
         return CellOutputs([EndedGroup(requests, np.zeros(len(requests)), results)])
+
+    def fill(self) -> None:
+        self.calls.append("fill")
 
     def drain(self) -> None:
         self._added.clear()
@@ -141,6 +147,29 @@ def test_requests_go_to_the_process_with_the_fewest_and_their_results_come_back(
         assert engine._open == [0, 0]
         engine.drain()
         assert [host.engines[0].drained for host in hosts] == [1, 1]
+
+
+def test_a_device_gets_work_before_results_are_sent_and_the_requests_of_one_message_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hosted(monkeypatch, 1) as (made, hosts):
+        engine = SplitEngine(made, "echo")
+        (echo,) = hosts[0].engines
+        hosts[0].go.clear()
+        sent: list[bool] = []
+        fill = echo.fill
+
+        def watched() -> None:
+            sent.append(made.all[0].connection.poll(0))
+            fill()
+
+        monkeypatch.setattr(echo, "fill", watched)
+        for number in range(3):
+            engine.add([f"{number}"], samples(1))
+        hosts[0].go.set()
+        results_of(engine, 3)
+        assert sent[0] is False
+        assert echo.calls[:10] == ["step", *["add", "step", "fill"] * 3]
 
 
 def test_the_times_of_all_processes_and_of_the_dealing_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ from benchmarks.lib.cells.processes import Engine, Processes, Seconds, SplitEngi
 from benchmarks.lib.cells.simulation import ManyWorkers, Served
 from benchmarks.lib.cells.workloads import (
     Sample,
+    Samples,
     complete_tree,
     poisson_arrivals,
     random_trees,
@@ -584,7 +585,8 @@ class Bench:
         executors = self.executors(cells)
 
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
-            return models.sentences(cell, [sample.tokens for sample in samples])
+            some = Samples.of(samples)
+            return models.sentences(cell, some.lengths, some.tokens)
 
         def unfold_one(sample: Sample) -> CellGraph:
             return models.sentence(cell, sample.tokens)
@@ -632,8 +634,8 @@ class Bench:
         executors = self.executors(cells)
 
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
-            tokens = [sample.tokens for sample in samples]
-            return models.sentence_pairs(encoder, decoder, tokens, [len(each) for each in tokens])
+            some = Samples.of(samples)
+            return models.sentence_pairs(encoder, decoder, some.lengths, some.tokens, some.lengths)
 
         def unfold_one(sample: Sample) -> CellGraph:
             return models.sentence_pair(encoder, decoder, sample.tokens, len(sample.tokens))

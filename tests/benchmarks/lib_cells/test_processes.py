@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.cells import processes
-from benchmarks.lib.cells.processes import Process, Processes, SplitEngine, packed, serve_share, unpacked
+from benchmarks.lib.cells.processes import (
+    Process,
+    Processes,
+    SplitEngine,
+    packed_group,
+    packed_requests,
+    serve_share,
+    unpacked_group,
+    unpacked_requests,
+)
 from benchmarks.lib.cells.workloads import Sample, complete_tree
 from holdfast.cells.plan import CellOutput, CellOutputs, EndedGroup
 
@@ -116,15 +125,28 @@ def results_of(engine: SplitEngine, count: int) -> dict[str, list[int]]:
     return found
 
 
-def test_contents_arrive_as_they_were_sent() -> None:
+def test_requests_arrive_as_they_were_sent() -> None:
     given = samples(3, 1, 5)
-    assert [each.tokens.tolist() for each in unpacked(*packed(given))] == [each.tokens.tolist() for each in given]
+    ids, back = unpacked_requests(*packed_requests(["7", "8", "9"], given))
+    assert ids == ["7", "8", "9"] and len(back) == 3
+    assert [each.tokens.tolist() for each in back] == [each.tokens.tolist() for each in given]
+    assert back[-1].tokens.dtype == np.int32 and [each.tokens.tolist() for each in back[1:]] == [[0], [0, 1, 2, 3, 4]]
     trees = [Sample(np.arange(each), complete_tree(each)) for each in (2, 4)]
-    back = unpacked(*packed(trees))
-    assert [(each.tokens.tolist(), each.tree) for each in back] == [
+    _, again = unpacked_requests(*packed_requests(["7", "8"], trees))
+    assert [(each.tokens.tolist(), each.tree) for each in again] == [
         ([0, 1], trees[0].tree),
         ([0, 1, 2, 3], trees[1].tree),
     ]
+
+
+def test_results_arrive_as_they_were_sent() -> None:
+    wide = np.arange(6, dtype=np.float32).reshape(3, 2)
+    group = EndedGroup(["7", "8"], np.array([1.5, 2.5]), {"wide": (wide, np.array([1, 3]))}, [{"own": wide[:1]}] * 2)
+    back = unpacked_group(*packed_group(group))
+    for at in range(2):
+        assert back.output(at).request_id == group.ids[at] and back.output(at).scheduled_at == group.scheduled_at[at]
+        for name, result in group.output(at).results.items():
+            np.testing.assert_array_equal(back.output(at).results[name], result, strict=True)
 
 
 def test_requests_go_to_the_process_with_the_fewest_and_their_results_come_back(

@@ -54,6 +54,7 @@ from benchmarks.lib.cells.processes import Engine, Processes, Seconds, SplitEngi
 from benchmarks.lib.cells.simulation import ManyWorkers, Served
 from benchmarks.lib.cells.workloads import (
     Sample,
+    Samples,
     complete_tree,
     poisson_arrivals,
     random_trees,
@@ -184,6 +185,8 @@ class CellEngine:
         self._ended = 0
         """Number of requests that have ended."""
         self._times = HostTimes()
+        self._served: Seconds | None = None
+        """The times when requests were last served, before the rest was ended."""
 
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         self._added += requests
@@ -194,6 +197,9 @@ class CellEngine:
         outputs = self.loops[worker].step()
         self._ended += len(outputs or ())
         return outputs
+
+    def fill(self) -> None:
+        self.loops[0].fill()
 
     def watch(self, clock: str) -> None:
         """Time the parts of the work from now on, by this clock of the module `time`."""
@@ -215,10 +221,11 @@ class CellEngine:
             )
 
     def times(self) -> tuple[Seconds, int]:
-        """The host's seconds by what they were spent on, and the number of requests that have ended."""
-        return dict(self._times), self._ended
+        """The host's seconds by what they were spent on until `drain`, and the number of requests that have ended."""
+        return self._served or dict(self._times), self._ended
 
     def drain(self) -> None:
+        self._served = dict(self._times)
         for request in self._added:
             self.loops[0].abort(request)
         for loop in self.loops:
@@ -578,7 +585,8 @@ class Bench:
         executors = self.executors(cells)
 
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
-            return models.sentences(cell, [sample.tokens for sample in samples])
+            some = Samples.of(samples)
+            return models.sentences(cell, some.lengths, some.tokens)
 
         def unfold_one(sample: Sample) -> CellGraph:
             return models.sentence(cell, sample.tokens)
@@ -626,8 +634,8 @@ class Bench:
         executors = self.executors(cells)
 
         def unfold_all(samples: Sequence[Sample]) -> GraphBatch:
-            tokens = [sample.tokens for sample in samples]
-            return models.sentence_pairs(encoder, decoder, tokens, [len(each) for each in tokens])
+            some = Samples.of(samples)
+            return models.sentence_pairs(encoder, decoder, some.lengths, some.tokens, some.lengths)
 
         def unfold_one(sample: Sample) -> CellGraph:
             return models.sentence_pair(encoder, decoder, sample.tokens, len(sample.tokens))
@@ -714,9 +722,11 @@ class DeviceBench:
         gc.collect()
         (self._model,) = Bench(argparse.Namespace(**vars(self._run) | {"only": [model]})).models()
 
-    def engine(self, system: str) -> Engine:
+    def engine(self, system: str) -> CellEngine:
         """A new engine of a system of the chosen model."""
-        return next(each for each in self.model.systems if each.name == system).engine()
+        engine = next(each for each in self.model.systems if each.name == system).engine()
+        assert isinstance(engine, CellEngine)
+        return engine
 
     def ideal(self) -> float:
         """The requests a second of the device, if it runs nothing but full tasks."""

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import os
+import pickle
 import resource
 import select
 import time
@@ -28,9 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lib.cells.processes import packed, unpacked
+from benchmarks.lib.cells.processes import packed_group, packed_requests, unpacked_group, unpacked_requests
+from benchmarks.lib.cells.processes import send as send_message
 from benchmarks.papers import cells_serve
 from benchmarks.papers.cells_serve import Bench, CellEngine, HostExecutor, peak_of, prepare
+from holdfast.cells import planner as planner_module
 from holdfast.cells.plan import Returned, Round
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -154,6 +157,7 @@ class Share:
             from holdfast.cells import executor_cuda
 
             executor_cuda.SPINS = 1 << 30 if knobs.get("spin") else 50
+        planner_module.ADMITTED = 128 if knobs.get("few") else 1 << 30
         self.model.clients = knobs.get("clients", 4096)
         engine = self.system.engine()
         assert isinstance(engine, CellEngine)
@@ -216,6 +220,15 @@ class Share:
         gc.disable()
         return found | dict(peak=round(peak))
 
+    def spin(self, core: int, seconds: float) -> float:
+        """Steps a second of a plain loop on one core."""
+        os.sched_setaffinity(0, {core})
+        steps, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            steps += 1
+        os.sched_setaffinity(0, self.affinity)
+        return round(steps / seconds / 1e6, 3)
+
     def ideal(self) -> float:
         """The requests a second of the bare device."""
         assert self.model.ideal is not None
@@ -227,32 +240,36 @@ def serve_share(connection: Any, run: argparse.Namespace) -> None:
     connection.send("ready")
     busy = False
     most: float = 1 << 30
-    receive, send = connection.recv, connection.send
+    receive, send, load = connection.recv_bytes, send_message, pickle.loads
+    came: deque[bytes] = deque()
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLIN)
     while True:
+        while poller.poll(0 if busy or came else None):
+            came.append(receive())
         taken = 0
-        while taken < most and connection.poll(0 if busy else None):
-            kind, *rest = receive()
-            taken += 1
+        while came and taken < most:
+            kind, *rest = load(came.popleft())
             if kind == "requests":
-                ids, contents = rest
                 assert share.engine is not None
-                share.counts.messages += 1
-                share.engine.add(ids, share.counts.timed("unpack", unpacked)(*contents))
+                share.engine.add(*share.counts.timed("unpack", unpacked_requests)(*rest))
                 busy = True
+                taken += 1
                 continue
             if kind == "close":
                 return
             busy = False
             connection.send(("answer", getattr(share, kind)(*rest)))
             most = share.knobs.get("most") or 1 << 30
-            receive = share.counts.timed("receive", connection.recv)
-            send = share.counts.timed("send", connection.send)
+            receive = share.counts.timed("receive", connection.recv_bytes)
+            load = share.counts.timed("load", pickle.loads)
+            send = share.counts.timed("send", send_message)
         outputs = None if share.engine is None or not busy else share.engine.step(0)
         busy = outputs is not None
         if outputs and share.knobs.get("fill"):
-            share.engine.loops[0]._submit()
+            share.engine.fill()
         if outputs:
-            send(("outputs", outputs.groups))
+            send(connection, "outputs", [packed_group(group) for group in outputs.groups])
 
 
 class Dealer:
@@ -265,7 +282,7 @@ class Dealer:
     def add(self, requests: Any, samples: Any) -> None:
         began = time.perf_counter()
         number = self.open.index(min(self.open))
-        self.connections[number].send(("requests", list(requests), packed(samples)))
+        send_message(self.connections[number], "requests", *packed_requests(requests, samples))
         self.open[number] += len(requests)
         self.seconds["deal"] += time.perf_counter() - began
 
@@ -275,6 +292,7 @@ class Dealer:
         for number, connection in enumerate(self.connections):
             if connection.poll(0):
                 _, some = connection.recv()
+                some = [unpacked_group(*each) for each in some]
                 self.open[number] -= sum(len(each.ids) for each in some)
                 groups += some
         if not groups:
@@ -380,32 +398,25 @@ def main() -> None:
     if "paced" not in given.device:
         alone_ideal = ask(one, "ideal")[0]
         show("ideal", alone_ideal, [], dict(both_at_once=ask(both, "ideal")))
-    alone("one", one)
-    alone("two", both)
-    dealt("one", one)
+    good = dict(few=True, fill=True, most=1)
+    each_core = [ask(one, "spin", core, 0.01)[0] for core in every]
+    show("spin of each core alone, million steps a second", 0, [], each_core)
+    pairs = []
+    for core in every[1:]:
+        connections[1].send(("spin", core, 0.01))
+        connections[0].send(("spin", every[0], 0.01))
+        pairs.append(answer(connections[0]))
+        answer(connections[1])
+    show("spin of the first core, with each other one busy", 0, [], pairs)
+    for _ in range(3):
+        alone("one, few", one, few=True)
+        alone("two, few", both, few=True)
+        dealt("two, few, fill and most", both, **good)
+        dealt("two, few, fill and most, 8192 clients", both, clients=8192, **good)
+        dealt("one, few, fill and most", one, **good)
     dealt("two", both)
-    dealt("two, filled first", both, fill=True)
-    dealt("two, one message a step", both, most=1)
-    dealt("two, filled first, one message a step", both, fill=True, most=1)
-    dealt("two, filled first, 8192 clients", both, fill=True, clients=8192)
-    dealt("two, filled first, one message a step, 8192 clients", both, fill=True, most=1, clients=8192)
-    dealt("two", both)
-    dealt("two, pinned to 4 cores", both, pinned=4)
-    dealt("two, pinned to 1 core", both, pinned=1)
-    dealt("two, spinning", both, spin=True)
-    dealt("two, 8192 clients", both, clients=8192)
-    dealt("one, filled first, one message a step", one, fill=True, most=1)
-    dealt("one, 2048 clients", one, clients=2048)
-    alone("two, 2048 clients", both, clients=2048)
-    alone("two, pinned to 4 cores", both, pinned=4)
-    alone("two, spinning", both, spin=True)
-    dealt("two, filled first, one message a step, pinned, spinning", both, fill=True, most=1, pinned=4, spin=True)
-    dealt("two", both)
-    dealt("two, malloc", both, malloc=True)  # from here on, the allocator keeps its memory
-    dealt("two, malloc, filled first, one message a step", both, malloc=True, fill=True, most=1)
-    alone("two, malloc", both)
-    dealt("two, filled first, one message a step", both, fill=True, most=1)
-    dealt("two, filled first, one message a step, 8192 clients", both, fill=True, most=1, clients=8192)
+    dealt("two, few", both, few=True)
+    dealt("two, fill and most", both, fill=True, most=1)
     for connection in connections:
         connection.send(("close",))
     for process in processes:

@@ -179,6 +179,22 @@ def _centre(queue: np.ndarray, bound: np.ndarray) -> None:
 
 
 @compiled
+def fills(table: np.ndarray, queue: np.ndarray, bound: np.ndarray, most: int, tasks: int) -> bool:
+    """Whether a round of this number of tasks, each of `most` nodes, is certain from the rows of a queue.
+
+    It is if so many rows have a step for each task, or if each task may have rows of its own.
+    """
+    if bound[1] - bound[0] >= most * tasks:
+        return True
+    for place in range(bound[0], bound[1]):
+        row = table[queue[place]]
+        most -= row["end"] - row["at"] >= tasks
+        if most == 0:
+            return True
+    return False
+
+
+@compiled
 def batch(
     table: np.ndarray,
     sources: np.ndarray,

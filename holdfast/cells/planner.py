@@ -52,6 +52,11 @@ MAX_TASKS = 5
 """MaxTasksToSubmit (Algorithm 1, line 3): the largest number of tasks in a round."""
 CAPACITY = 16384
 """The default number of rows."""
+ADMITTED = 128
+"""Number of requests that get rows before a round if so many wait, even if the round is full without them.
+
+If it is full, the rest could not run in it, and the device would wait while they get rows.
+"""
 MOST_WORKERS = 62
 """Largest number of workers. A row's `copies` has one bit for each worker."""
 NO_STOPS = np.zeros(0, np.bool_)
@@ -348,8 +353,12 @@ class CellPlanner:
         return results
 
     def _admit(self) -> None:
-        """Give rows to waiting requests, first come, first served, while there are enough for a whole graph."""
-        while self._lots:
+        """Give rows to waiting requests, first come, first served, while there are enough for a whole graph.
+
+        After ADMITTED requests, the rest waits for a later round if this one is full.
+        """
+        waiting = self._waiting
+        while self._lots and (waiting - self._waiting < ADMITTED or not self._full()):
             number, lot = next(iter(self._lots.items()))
             if isinstance(lot, Lone):
                 if not self._admit_alone():
@@ -357,8 +366,24 @@ class CellPlanner:
             elif not self._admit_lot(number, lot):
                 return
 
+    def _full(self) -> bool:
+        """Whether the ready rows of a type are enough for full tasks in a whole round of each worker."""
+        return any(
+            algorithm.fills(
+                self._table,
+                self._queues.rows[kind.number],
+                self._queues.bounds[kind.number],
+                kind.most * self._workers,
+                self._max_tasks,
+            )
+            for kind in self._kinds
+        )
+
     def _admit_alone(self) -> bool:
-        """Give rows to the waiting requests that were added alone, up to the first lot. False if there are no rows."""
+        """Give rows to waiting requests that were added alone, at most ADMITTED, up to the first lot.
+
+        Returns False if there are no rows.
+        """
         free = self._numbers.free
         lots: list[Lone] = []
         numbers = []
@@ -366,7 +391,7 @@ class CellPlanner:
             if not isinstance(lot, Lone):
                 break
             free -= lot.graph.rows
-            if free < 0:
+            if free < 0 or len(lots) == ADMITTED:
                 break
             lots.append(lot)
             numbers.append(number)
@@ -631,6 +656,7 @@ def prepare() -> None:
     batch.add(step, [1], token=[0], state=([1], "state"))
     planner.add(CellRequests(("batch",), batch))
     plan = planner.schedule(0, 0.0)
+    planner._full()
     planner.abort("score")
     while plan is not None:
         sizes = [len(task.rows) for task in plan.tasks]

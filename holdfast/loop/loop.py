@@ -80,6 +80,19 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
         Returns None, at once, if nothing is in flight.
         """
+        self.fill()
+        if not self._plans:
+            return None
+        result = self.executor.collect()
+        for observer in self._observers:
+            observer.ended(result)
+        return self.planner.update(self._plans.popleft(), result, self._clock())
+
+    def fill(self) -> None:
+        """Submit plans until enough are in flight.
+
+        `step` begins with it. Call it before other work, so that the executor computes meanwhile.
+        """
         self._refresh()
         if self._halted():
             pass
@@ -88,15 +101,8 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         elif not self._plans:
             self.prepare()
             self._submit()
-        if not self._plans:
-            return None
-        result = self.executor.collect()
-        for observer in self._observers:
-            observer.ended(result)
-        return self.planner.update(self._plans.popleft(), result, self._clock())
 
     def _submit(self) -> None:
-        """Submit plans until enough are in flight."""
         while len(self._plans) < self._steps_in_flight:
             plan = self.planner.schedule(self._clock())
             if plan is None:

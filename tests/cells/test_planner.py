@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from holdfast.cells import algorithm
+from holdfast.cells import planner as planner_module
 from holdfast.cells.cell import Cell
 from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph_batch import GraphBatch
 from holdfast.cells.plan import CellOutput, CellRequest, CellRequests, Returned, Round
 from holdfast.cells.planner import CellPlanner
 from tests.cells.oracle import (
@@ -496,6 +498,61 @@ def test_requests_wait_in_order_while_there_are_no_rows_for_a_whole_graph() -> N
     driver.add("c", complete_tree(leaf, inner, 1))
     assert driver.schedule() == [[0, 1, 2, 3]]
     assert driver.planner.stats().waiting == 2, "c would fit, but b comes first"
+
+
+def test_requests_beyond_a_full_round_get_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "ADMITTED", 3)
+    lstm = integer_cell(*LSTM, sizes=(1, 2))
+    driver = Driver([lstm], max_tasks=2)
+    for number in range(9):
+        driver.add(f"{number}", chain(lstm, 100 * number, 3))
+    assert driver.schedule() == [[0, 100], [1, 101]]
+    assert driver.planner.stats().waiting == 6
+    assert driver.schedule() == [[2, 102], [200, 300]]
+    assert driver.planner.stats().waiting == 3
+    driver.planner.abort("7")
+    assert driver.update() == [] and driver.update() == ["0", "1"]
+    assert driver.schedule() == [[201, 301], [202, 302]]
+    assert driver.planner.stats().waiting == 0
+
+
+def test_all_requests_get_rows_while_a_round_is_not_full_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "ADMITTED", 3)
+    lstm = integer_cell(*LSTM, sizes=(1, 2))
+    driver = Driver([lstm], max_tasks=5)
+    for number in range(9):
+        driver.add(f"{number}", chain(lstm, 100 * number, 1))
+    assert driver.schedule() == [[0, 100], [200, 300], [400, 500], [600, 700], [800]]
+    assert driver.planner.stats().waiting == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_giving_rows_in_parts_changes_no_round(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    lstm = integer_cell(*LSTM, sizes=(1, 4))
+    for seed in range(20):
+        served = []
+        for admitted in (1, 3, 1 << 30):
+            monkeypatch.setattr(planner_module, "ADMITTED", admitted)
+            source, driver, rounds = random.Random(seed), Driver([lstm], max_tasks=1 + seed % 5), []
+            uid = 0
+            for step in range(40):
+                lengths = [source.choice((1, 1, 2, 3, 9)) for _ in range(source.choice((0, 0, 2, 25)))]
+                ids = [f"{step}.{number}" for number in range(len(lengths))]
+                if lengths and together:
+                    batch = GraphBatch(len(lengths))
+                    batch.result("y", batch.chain(lstm, lengths, uid=np.arange(uid, uid + sum(lengths))), "y")
+                    driver.planner.add(CellRequests(ids, batch))
+                else:
+                    first = uid
+                    for id, length in zip(ids, lengths, strict=True):
+                        driver.add(id, chain(lstm, first, length))
+                        first += length
+                uid += sum(lengths)
+                rounds.append(driver.schedule())
+                if len(driver.rounds[0]) == 2 or (driver.rounds[0] and rounds[-1] is None):
+                    driver.update()
+            served.append(rounds)
+        assert served[0] == served[1] == served[2]
 
 
 def test_the_first_planned_node_says_when_a_request_started() -> None:

@@ -60,6 +60,19 @@ def test_two_steps_in_flight_plan_one_ahead():
     ]
 
 
+def test_a_filled_loop_submits_nothing_more_in_the_next_step_and_gives_the_same_tokens():
+    loop, device = create_loop(2, *create_requests(5, max_tokens=3))
+    loop.fill()
+    assert device.calls == [("submit", 0), ("submit", 1)]
+    outputs = [*loop.step()]
+    assert device.calls[2:] == [("collect", 0)]
+    loop.fill()
+    assert device.calls[3:] == [("submit", 2)]
+    other, _ = create_loop(2, *create_requests(5, max_tokens=3))
+    tokens = {"0": tuple(outputs[0].tokens) + run(loop)["0"]}
+    assert tokens == run(other)
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 5])
 def test_steps_in_flight_do_not_change_the_tokens(steps_in_flight):
     requests = create_requests(5, 17, 30, (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7), max_tokens=20)

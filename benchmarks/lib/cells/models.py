@@ -89,20 +89,21 @@ def parse_tree(leaf: Cell, internal: Cell, tree: Tree, tokens: np.ndarray) -> Ce
     return graph
 
 
-def sentences(lstm: Cell, tokens: Sequence[np.ndarray]) -> GraphBatch:
-    """The requests of `sentence`, together."""
-    batch = GraphBatch(len(tokens))
+def sentences(lstm: Cell, lengths: np.ndarray, tokens: np.ndarray) -> GraphBatch:
+    """The requests of `sentence`, together: the numbers of their words, and all words, one request after the other."""
+    batch = GraphBatch(len(lengths))
     (output,) = lstm.returned
-    steps = batch.chain(lstm, [len(each) for each in tokens], token=np.concatenate(tokens))
+    steps = batch.chain(lstm, lengths, token=tokens)
     batch.result(output, steps, output)
     return batch
 
 
-def sentence_pairs(encoder: Cell, decoder: Cell, tokens: Sequence[np.ndarray], steps: Sequence[int]) -> GraphBatch:
-    """The requests of `sentence_pair`, together."""
-    batch = GraphBatch(len(tokens))
-    lengths = np.array([len(each) for each in tokens])
-    batch.chain(encoder, lengths, token=np.concatenate(tokens))
+def sentence_pairs(
+    encoder: Cell, decoder: Cell, lengths: np.ndarray, tokens: np.ndarray, steps: np.ndarray
+) -> GraphBatch:
+    """The requests of `sentence_pair`, together: sentences as for `sentences`, and the numbers of words to write."""
+    batch = GraphBatch(len(lengths))
+    batch.chain(encoder, lengths, token=tokens)
     last = lengths - 1
     batch.result("words", batch.chain(decoder, steps, h=(last, "h"), c=(last, "c")), "word")
     return batch

@@ -1,15 +1,18 @@
 """Several devices as processes: each has a planner and an executor of its own, and a share of the requests.
 
 One process deals the requests out, each call's to the process with the fewest open requests, and takes the results.
-Contents and results travel between the processes, as they do between a server and its engines.
+Contents and results travel between the processes, as they do between a server and its engines. A device never waits for
+messages: its process submits the next round before it sends the results of the last one, and unfolds the requests of one
+message in each step.
 """
 
 from __future__ import annotations
 
 import gc
+import pickle
 import select
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -17,11 +20,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.lib.cells.workloads import Sample
-from holdfast.cells.plan import CellOutput, CellOutputs
+from benchmarks.lib.cells.workloads import Sample, Samples
+from holdfast.cells.plan import CellOutput, CellOutputs, EndedGroup
 
-OUTPUTS, ANSWER, FAILED = "outputs", "answer", "failed"
-"""The first word of a message from a process."""
+OUTPUTS, GROUPS, ANSWER, FAILED = "outputs", "groups", "answer", "failed"
+"""The first word of a message from a process. Requests that ended come as `outputs`, or as `groups` with arrays."""
 REQUESTS, ASK = "requests", "ask"
 """The first word of a message to a process."""
 Seconds = Mapping[str, float]
@@ -39,33 +42,61 @@ class Engine(Protocol):
         """End all requests."""
 
 
+class DeviceEngine(Engine, Protocol):
+    """A system that serves requests on a device of its own."""
+
+    def fill(self) -> None:
+        """Give the device its next work at once, as the next `step` would."""
+
+
 class Host(Protocol):
     """The systems of one process. They run on its device."""
 
     def choose(self, model: str) -> None:
         """Make the systems of a model ready."""
 
-    def engine(self, system: str) -> Engine:
+    def engine(self, system: str) -> DeviceEngine:
         """A new engine of a system of the chosen model."""
 
     def ideal(self) -> float:
         """The requests a second of the device, if it runs nothing but full tasks of the chosen model."""
 
 
-def packed(samples: Sequence[Sample]) -> tuple[Any, ...]:
-    """Contents of requests in few objects, which is much faster to send: lengths, all tokens, and trees."""
-    tokens = [sample.tokens for sample in samples]
-    trees = None if samples[0].tree is None else [sample.tree for sample in samples]
-    return np.fromiter(map(len, tokens), np.int64, len(tokens)), np.concatenate(tokens), trees
+def packed_requests(ids: Sequence[str], samples: Sequence[Sample]) -> tuple[Any, ...]:
+    """Requests in few objects without structure, which is much faster to send. No id may contain a line break."""
+    some = Samples.of(samples)
+    tokens = some.tokens
+    return "\n".join(ids), some.lengths.astype(np.int64).tobytes(), tokens.dtype.str, tokens.tobytes(), some.trees
 
 
-def unpacked(lengths: np.ndarray, tokens: np.ndarray, trees: Sequence[Any] | None) -> list[Sample]:
-    """The contents of `packed`."""
-    ends = lengths.cumsum().tolist()
-    parts = [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    if trees is None:
-        return [Sample(each) for each in parts]
-    return [Sample(each, tree) for each, tree in zip(parts, trees, strict=True)]
+def unpacked_requests(
+    ids: str, lengths: bytes, dtype: str, tokens: bytes, trees: Sequence[Any] | None
+) -> tuple[list[str], Samples]:
+    """The requests of `packed_requests`: their ids and contents."""
+    return ids.split("\n"), Samples(np.frombuffer(lengths, np.int64), np.frombuffer(tokens, dtype), trees)
+
+
+def packed_group(group: EndedGroup) -> tuple[Any, ...]:
+    """Requests that ended, as `packed_requests` has those that come."""
+    results = [
+        (name, array.dtype.str, array.shape, array.tobytes(), ends.astype(np.int64).tobytes())
+        for name, (array, ends) in group.results.items()
+    ]
+    return "\n".join(group.ids), group.scheduled_at.tobytes(), results, group.own
+
+
+def unpacked_group(ids: str, scheduled_at: bytes, results: Sequence[Any], own: Any) -> EndedGroup:
+    """The requests of `packed_group`."""
+    arrays = {
+        name: (np.frombuffer(array, dtype).reshape(shape), np.frombuffer(ends, np.int64))
+        for name, dtype, shape, array, ends in results
+    }
+    return EndedGroup(ids.split("\n"), np.frombuffer(scheduled_at), arrays, own)
+
+
+def send(connection: Connection, *message: Any) -> None:
+    """Send a message."""
+    connection.send_bytes(pickle.dumps(message, 5))
 
 
 def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
@@ -75,36 +106,44 @@ def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
         gc.collect()
         gc.freeze()
         gc.disable()  # as in an engine process, which collects in pauses
-        engine: Engine | None = None
+        engine: DeviceEngine | None = None
         busy = False
+        came: deque[bytes] = deque()
+        """Messages that were not handled yet. They are read at once, so that the sender never waits."""
+        poller = select.poll()
+        poller.register(connection.fileno(), select.POLLIN)
         while True:
-            while connection.poll(0 if busy else None):
-                kind, *rest = connection.recv()
+            while poller.poll(0 if busy or came else None):
+                came.append(connection.recv_bytes())
+            while came:
+                kind, *rest = pickle.loads(came.popleft())
                 if kind == REQUESTS:
                     assert engine is not None, "requests came before an engine was asked for"
-                    ids, contents = rest
-                    engine.add(ids, unpacked(*contents))
-                    busy = True
-                    continue
+                    engine.add(*unpacked_requests(*rest))
+                    break  # the device would wait for those of further messages
                 name, *arguments = rest
                 if name == "engine":
                     engine = host.engine(*arguments)
-                    connection.send((ANSWER, None))
+                    send(connection, ANSWER, None)
                 elif name in ("choose", "ideal"):
                     engine = None
-                    connection.send((ANSWER, getattr(host, name)(*arguments)))
+                    send(connection, ANSWER, getattr(host, name)(*arguments))
                     gc.collect()
                 else:
-                    connection.send((ANSWER, getattr(engine, name)(*arguments)))
+                    send(connection, ANSWER, getattr(engine, name)(*arguments))
             outputs = None if engine is None else engine.step(0)
             busy = outputs is not None
             if outputs:
-                groups = outputs.groups if isinstance(outputs, CellOutputs) else None
-                connection.send((OUTPUTS, groups or list(outputs)))
+                assert engine is not None
+                engine.fill()
+                if isinstance(outputs, CellOutputs):
+                    send(connection, GROUPS, [packed_group(group) for group in outputs.groups])
+                else:
+                    send(connection, OUTPUTS, list(outputs))
     except (EOFError, ConnectionError):  # the other side has closed
         pass
     except Exception as error:
-        connection.send((FAILED, f"{type(error).__name__}: {error}"))
+        send(connection, FAILED, f"{type(error).__name__}: {error}")
         raise
 
 
@@ -122,7 +161,7 @@ class Process:
     def send(self, *message: Any) -> None:
         """Send a message. Raises RuntimeError if the process has failed."""
         try:
-            self.connection.send(message)
+            send(self.connection, *message)
         except ConnectionError:
             while True:
                 self.receive()  # until its last message, or its end
@@ -141,7 +180,7 @@ class Process:
     def receive(self) -> tuple[str, Any]:
         """The next message. Raises RuntimeError if the process has failed."""
         try:
-            kind, value = self.connection.recv()
+            kind, value = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise RuntimeError(f"a device's process has ended, with exit code {self._process.exitcode}") from None
         if kind == FAILED:
@@ -198,7 +237,7 @@ class SplitEngine:
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         began = self._clock() if self._clock else 0.0
         number = self._open.index(min(self._open))
-        self._processes.all[number].send(REQUESTS, list(requests), packed(samples))
+        self._processes.all[number].send(REQUESTS, *packed_requests(requests, samples))
         self._open[number] += len(requests)
         if self._clock:
             self._seconds["deal"] += self._clock() - began
@@ -209,15 +248,20 @@ class SplitEngine:
         if not ready:
             return None
         began = self._clock() if self._clock else 0.0
-        groups: list[Any] = []
+        groups: list[EndedGroup] = []
+        outputs: list[CellOutput] = []
         for file, _ in ready:
             number = self._number_of[file]
-            _, some = self._processes.all[number].receive()
-            self._open[number] -= sum(len(each.ids) for each in some) if hasattr(some[0], "ids") else len(some)
-            groups += some
+            kind, some = self._processes.all[number].receive()
+            if kind == GROUPS:
+                groups += [unpacked_group(*each) for each in some]
+                self._open[number] -= sum(len(group.ids) for group in groups[-len(some) :])
+            else:
+                outputs += some
+                self._open[number] -= len(some)
         if self._clock:
             self._seconds["receive"] += self._clock() - began
-        return CellOutputs(groups) if hasattr(groups[0], "ids") else groups
+        return CellOutputs(groups) if groups else outputs
 
     def drain(self) -> None:
         self._processes.ask("drain")

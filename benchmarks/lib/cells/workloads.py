@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,6 +89,36 @@ class Sample(NamedTuple):
 
     tokens: np.ndarray
     tree: Tree | None = None
+
+
+class Samples(Sequence[Sample]):
+    """The contents of several requests in shared arrays. A Sample is made only when it is asked for."""
+
+    def __init__(self, lengths: np.ndarray, tokens: np.ndarray, trees: Sequence[Tree] | None = None) -> None:
+        """`tokens` are those of all requests, one request after the other, and `lengths` their numbers."""
+        self.lengths, self.tokens, self.trees = lengths, tokens, trees
+        self._ends: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Samples:
+        """These samples, in shared arrays."""
+        if isinstance(samples, Samples):
+            return samples
+        tokens = [sample.tokens for sample in samples]
+        trees = None if samples[0].tree is None else [sample.tree for sample in samples if sample.tree is not None]
+        return cls(np.fromiter(map(len, tokens), np.int64, len(tokens)), np.concatenate(tokens), trees)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        if self._ends is None:
+            self._ends = self.lengths.cumsum()
+        at = range(len(self))[at]
+        tokens = self.tokens[self._ends[at] - self.lengths[at] : self._ends[at]]
+        return Sample(tokens, None if self.trees is None else self.trees[at])
 
 
 def complete_tree(leaves: int = 16) -> Tree:

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.cells import processes
-from benchmarks.lib.cells.processes import Process, Processes, SplitEngine, packed, serve_share, unpacked
+from benchmarks.lib.cells.processes import (
+    Process,
+    Processes,
+    SplitEngine,
+    packed_group,
+    packed_requests,
+    serve_share,
+    unpacked_group,
+    unpacked_requests,
+)
 from benchmarks.lib.cells.workloads import Sample, complete_tree
 from holdfast.cells.plan import CellOutput, CellOutputs, EndedGroup
 
@@ -23,11 +32,14 @@ class Echo:
         self._go = go
         self._added: list[tuple[list[str], list[Sample]]] = []
         self.drained = 0
+        self.calls: list[str] = []
 
     def add(self, requests: Sequence[str], samples: Sequence[Sample]) -> None:
         self._added.append((list(requests), list(samples)))
+        self.calls.append("add")
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
+        self.calls.append("step")
         if not self._added:
             return None
         assert self._go.wait(60)
@@ -37,6 +49,9 @@ class Echo:
         tokens = [sample.tokens for sample in samples]
         results = {"tokens": (np.concatenate(tokens), np.cumsum([len(each) for each in tokens]))}
         return CellOutputs([EndedGroup(requests, np.zeros(len(requests)), results)])
+
+    def fill(self) -> None:
+        self.calls.append("fill")
 
     def drain(self) -> None:
         self._added.clear()
@@ -110,15 +125,28 @@ def results_of(engine: SplitEngine, count: int) -> dict[str, list[int]]:
     return found
 
 
-def test_contents_arrive_as_they_were_sent() -> None:
+def test_requests_arrive_as_they_were_sent() -> None:
     given = samples(3, 1, 5)
-    assert [each.tokens.tolist() for each in unpacked(*packed(given))] == [each.tokens.tolist() for each in given]
+    ids, back = unpacked_requests(*packed_requests(["7", "8", "9"], given))
+    assert ids == ["7", "8", "9"] and len(back) == 3
+    assert [each.tokens.tolist() for each in back] == [each.tokens.tolist() for each in given]
+    assert back[-1].tokens.dtype == np.int32 and [each.tokens.tolist() for each in back[1:]] == [[0], [0, 1, 2, 3, 4]]
     trees = [Sample(np.arange(each), complete_tree(each)) for each in (2, 4)]
-    back = unpacked(*packed(trees))
-    assert [(each.tokens.tolist(), each.tree) for each in back] == [
+    _, again = unpacked_requests(*packed_requests(["7", "8"], trees))
+    assert [(each.tokens.tolist(), each.tree) for each in again] == [
         ([0, 1], trees[0].tree),
         ([0, 1, 2, 3], trees[1].tree),
     ]
+
+
+def test_results_arrive_as_they_were_sent() -> None:
+    wide = np.arange(6, dtype=np.float32).reshape(3, 2)
+    group = EndedGroup(["7", "8"], np.array([1.5, 2.5]), {"wide": (wide, np.array([1, 3]))}, [{"own": wide[:1]}] * 2)
+    back = unpacked_group(*packed_group(group))
+    for at in range(2):
+        assert back.output(at).request_id == group.ids[at] and back.output(at).scheduled_at == group.scheduled_at[at]
+        for name, result in group.output(at).results.items():
+            np.testing.assert_array_equal(back.output(at).results[name], result, strict=True)
 
 
 def test_requests_go_to_the_process_with_the_fewest_and_their_results_come_back(
@@ -141,6 +169,29 @@ def test_requests_go_to_the_process_with_the_fewest_and_their_results_come_back(
         assert engine._open == [0, 0]
         engine.drain()
         assert [host.engines[0].drained for host in hosts] == [1, 1]
+
+
+def test_a_device_gets_work_before_results_are_sent_and_the_requests_of_one_message_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hosted(monkeypatch, 1) as (made, hosts):
+        engine = SplitEngine(made, "echo")
+        (echo,) = hosts[0].engines
+        hosts[0].go.clear()
+        sent: list[bool] = []
+        fill = echo.fill
+
+        def watched() -> None:
+            sent.append(made.all[0].connection.poll(0))
+            fill()
+
+        monkeypatch.setattr(echo, "fill", watched)
+        for number in range(3):
+            engine.add([f"{number}"], samples(1))
+        hosts[0].go.set()
+        results_of(engine, 3)
+        assert sent[0] is False
+        assert echo.calls[:10] == ["step", *["add", "step", "fill"] * 3]
 
 
 def test_the_times_of_all_processes_and_of_the_dealing_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:

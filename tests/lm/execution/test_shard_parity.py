@@ -34,7 +34,7 @@ from tests.paged import allocated
 from tests.ranks import Rank, in_ranks
 
 VOCAB = 389  # a prime number: no number of devices divides it
-REQUESTS, BUDGET, BLOCKS = 8, 24, 40
+REQUESTS, BUDGET, BLOCKS = 5, 24, 40
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(attention_bias=True, mlp_bias=True)),

@@ -17,6 +17,7 @@ from tests.lm.execution.test_returnable_memory import resident
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "enable_sleep_mode": True, "cache_gb": 0.05, "host_cache_gb": 0.05, "max_model_len": 512,
+    "eviction": "lru",  # without a cost model: it may find a loaded machine faster at computing than at copying
 }  # fmt: skip
 PROMPTS = [tuple((17 * row + at * at) % 3000 + 5 for at in range(length)) for row, length in enumerate((200, 97, 33))]
 

@@ -222,10 +222,10 @@ class Work:
         try:
             self._change()
         except (MemoryError, ValueError, OSError) as error:
-            self.error = str(error)
+            self.error = str(error) or type(error).__name__
         except Exception as error:
             log.exception("holdfast: the device's memory could not be changed")
-            self.error = str(error)
+            self.error = str(error) or type(error).__name__
         self.is_done = True
         self._wake()
 

@@ -154,6 +154,8 @@ class FakeClient:
     words: Sequence[str] = WORDS
     ends: bool = False
     """Whether an end token follows the answer, as with real models."""
+    ending: FinishReason | None = None
+    """The reason why answers end; None: the end of the words, or `max_tokens`."""
     cached: int = 0
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     hold: asyncio.Event | None = None
@@ -273,6 +275,7 @@ class FakeClient:
             for number, word in enumerate(words):
                 last = number == len(words) - 1
                 reason = FinishReason.LENGTH if len(words) < len(self.words) else FinishReason.STOP
+                reason = self.ending or reason
                 ends = reason is FinishReason.STOP and self.ends
                 count = len(words) + ends  # the engine counts the token that ends an answer
                 usage = Usage(

@@ -697,6 +697,9 @@ def test_tuning_on_other_hosts_needs_a_directory_of_all_hosts_and_no_states_in_m
     ClusterConfig(replicas=2).check(EngineConfig(tuning=True, tuning_mirror="/dev/shm/states"), None)
     ray = ClusterConfig(replicas=2, ray="auto")
     ray.check(EngineConfig(), None)
+    ClusterConfig().check(EngineConfig(enable_sleep_mode=True), None)
+    with pytest.raises(ValueError, match="only the single engine of a server sleeps"):
+        ClusterConfig(replicas=2).check(EngineConfig(enable_sleep_mode=True), None)
     for mirror in ("auto", "off"):
         ray.check(EngineConfig(tuning=True, tuning_mirror=mirror), "/shared/tuning")
     with pytest.raises(ValueError, match="set tuning_state to a directory that all hosts see at the same path"):

@@ -15,6 +15,7 @@ from holdfast.engine.process.build import build
 from holdfast.engine.process.trace import Trace
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.models.checkpoint_errors import UnsupportedCheckpoint
 from holdfast.lm.padded.executor import PaddedExecutor
 from tests.checkpoints import make
 from tests.engine.conftest import SMALL
@@ -48,6 +49,18 @@ def tokens_of(loop, prompts, max_tokens=6):
         loop.add(request)
     given = run_to_the_end(loop)
     return [tuple(given[request.id]) for request in requests]
+
+
+def test_models_whose_memory_cannot_be_returned_are_refused_with_sleep_mode(starcoder2, bloom, tmp_path):
+    make(tmp_path / "bamba", "Bamba")
+    cases = [
+        (starcoder2, "enable_sleep_mode is on, which is for native decoders"),
+        (bloom[0], "padded rows cannot run it with enable_sleep_mode True"),
+        (tmp_path / "bamba", "the states of recurrent layers cannot be returned"),
+    ]
+    for directory, reason in cases:
+        with pytest.raises(UnsupportedCheckpoint, match=reason):
+            build(config(directory, enable_sleep_mode=True))
 
 
 def test_auto_takes_the_native_decoder_then_swapped_attention_then_padded_rows(small, starcoder2, bloom):

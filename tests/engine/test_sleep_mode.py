@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.process.parts.sleep import SleepHandler
 from holdfast.lm.config import EngineConfig
@@ -17,6 +22,7 @@ from tests.lm.execution.test_returnable_memory import resident
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "enable_sleep_mode": True, "cache_gb": 0.05, "host_cache_gb": 0.05, "max_model_len": 512,
+    "eviction": "lru",  # without a cost model: it may find a loaded machine faster at computing than at copying
 }  # fmt: skip
 PROMPTS = [tuple((17 * row + at * at) % 3000 + 5 for at in range(length)) for row, length in enumerate((200, 97, 33))]
 
@@ -116,3 +122,42 @@ def test_memory_of_weights_and_cache_is_given_back_to_the_system(running: Runnin
         assert not any(map(resident, parts))
     running.order(WakeUp, [])
     assert resident(parts[0])
+
+
+def test_weights_that_have_changed_meanwhile_are_not_served_with_old_conversations(tmp_path: Path) -> None:
+    builtin, own = Checkpoint.find(BUILTIN_MODEL).directory, tmp_path / "own"
+    shutil.copytree(builtin, own)
+    file = own / "model.safetensors"
+    running = Running(model=str(own))
+    try:
+        expected = running.answers("before ")
+        assert running.order(Sleep, 2, "abort") == Slept(1)
+        tensors = load_file(file)
+        name = next(name for name in tensors if name.endswith("up_proj.weight"))
+        save_file(tensors | {name: tensors[name] * 1.5}, file, {"format": "pt"})
+        refused = running.order(WakeUp, ["weights"])
+        assert isinstance(refused, SleepRefused) and "weights have changed" in refused.reason
+        assert running.handler.halted
+        shutil.copy(builtin / "model.safetensors", file)
+        assert running.order(WakeUp, []) == Slept(3)
+        assert running.answers("after ") == expected
+    finally:
+        running.engine.close()
+
+
+def test_a_checkpoint_that_is_gone_leaves_the_engine_asleep_until_it_is_back(tmp_path: Path) -> None:
+    own, away = tmp_path / "own", tmp_path / "away"
+    shutil.copytree(Checkpoint.find(BUILTIN_MODEL).directory, own)
+    running = Running(model=str(own))
+    try:
+        expected = running.answers("before ")
+        running.order(Sleep, 2, "abort")
+        own.rename(away)
+        refused = running.order(WakeUp, [])
+        assert isinstance(refused, SleepRefused) and "cannot be read again" in refused.reason
+        assert str(tmp_path) not in refused.reason
+        away.rename(own)
+        assert running.order(WakeUp, []) == Slept(3)
+        assert running.answers("after ") == expected
+    finally:
+        running.engine.close()

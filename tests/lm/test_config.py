@@ -3,6 +3,7 @@
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,21 @@ def test_a_part_gets_its_own_view_of_the_configuration() -> None:
     assert config.part(AdapterOptions).adapter_slots == 3
     with pytest.raises(LookupError, match="has no TuningOptions; make it a base of AdapterOptions"):
         AdapterOptions().part(TuningOptions)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ({"tp": 2}, "tp 2 times pp 1 takes 2 devices"),
+        ({"pp": 3}, "tp 1 times pp 3 takes 3 devices"),
+        ({"tuning": True}, "a tuning job keeps memory that cannot be returned"),
+        ({"executor": "padded"}, "enable_sleep_mode is True, which is for the paged executor"),
+    ],
+)
+def test_an_engine_that_cannot_return_its_memory_does_not_sleep(others: dict[str, Any], reason: str) -> None:
+    assert EngineConfig(**others)
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig(enable_sleep_mode=True, **others)
 
 
 def test_a_part_extends_what_others_need_of_it() -> None:

@@ -19,7 +19,7 @@ from holdfast import LLM, SamplingParams
 from holdfast.core.contract import Contract
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import EngineClient
-from holdfast.engine.client.connection import EngineStartError
+from holdfast.engine.client.connection import EngineAsleep, EngineStartError
 from holdfast.engine.client.llm import _Bar, _LoopThread, rows_at_once
 from holdfast.engine.client.tuning import TuningError
 from holdfast.lm.limits import RequestRefused
@@ -31,7 +31,7 @@ PROMPTS = [f"{number} hello world " * number for number in range(1, 25)]
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with LLM(str(checkpoint), **SMALL) as llm:
+    with LLM(str(checkpoint), **SMALL, enable_sleep_mode=True) as llm:
         yield llm
 
 
@@ -80,6 +80,28 @@ def test_a_prompt_is_a_text_or_token_ids_one_or_many(llm):
     assert [len(result) for result in results] == [1, 1, 1, 1, 2]
     assert len({completion.token_ids for result in results for completion in result}) == 1
     assert llm.generate([], GREEDY, progress=False) == []
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_llm_sleeps_and_answers_the_same_after_it(llm, level):
+    (before,) = llm.generate("Ahoy", GREEDY, progress=False)
+    llm.sleep(level)
+    with pytest.raises(EngineAsleep, match="POST /wake_up"):
+        llm.generate("Ahoy", GREEDY, progress=False)
+    llm.wake_up(["kv_cache"])
+    with pytest.raises(EngineAsleep):
+        llm.generate("Ahoy", GREEDY, progress=False)
+    llm.wake_up()
+    (after,) = llm.generate("Ahoy", GREEDY, progress=False)
+    assert after.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize("order", [{"level": 3}, {"level": 1, "mode": "later"}])
+def test_a_sleep_that_does_not_exist_is_refused_with_its_values(llm, order):
+    with pytest.raises(ValueError, match=str([*order.values()][-1])):
+        llm.sleep(**order)
+    with pytest.raises(ValueError, match="adapters"):
+        llm.wake_up(["weights", "adapters"])
 
 
 def test_each_prompt_may_have_its_own_params(llm):

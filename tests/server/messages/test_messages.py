@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
+from holdfast.core.types import FinishReason
 from tests.served import Serving, make_checkpoint, serve
 
 if TYPE_CHECKING:  # otherwise each process that collects tests would import the SDK, which takes 1.5 s
@@ -146,6 +147,13 @@ async def test_reasoning_is_a_thinking_block_that_may_come_back(
     assert prompt(client) == "<enable_thinking=False><user>hello"
     await api.messages.create(**HELLO | {"messages": said}, thinking={"type": "disabled"})
     assert prompt(client) == "<enable_thinking=False><user>hello<assistant>Yes.<user>hello"
+
+
+async def test_a_message_of_an_engine_that_fell_asleep_may_be_continued(
+    client: FakeClient, api: anthropic.AsyncAnthropic
+) -> None:
+    client.ending = FinishReason.ABORT
+    assert (await api.messages.create(**HELLO)).stop_reason == "pause_turn"
 
 
 async def test_max_tokens_and_the_context_end_a_message(client: FakeClient, api: anthropic.AsyncAnthropic) -> None:

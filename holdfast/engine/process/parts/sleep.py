@@ -222,10 +222,10 @@ class Work:
         try:
             self._change()
         except (MemoryError, ValueError, OSError) as error:
-            self.error = str(error)
+            self.error = str(error) or type(error).__name__
         except Exception as error:
             log.exception("holdfast: the device's memory could not be changed")
-            self.error = str(error)
+            self.error = str(error) or type(error).__name__
         self.is_done = True
         self._wake()
 
@@ -275,7 +275,11 @@ class SameWeights:
     def wake(self, tags: list[str]) -> None:
         self._device.in_thread()
         again = self._memory.level_of("weights") > 1
-        self._memory.wake(tags)
+        try:
+            self._memory.wake(tags)
+        except (ValueError, OSError) as error:
+            log.warning("holdfast: the weights cannot be read again: %s", error)
+            raise ValueError("the checkpoint cannot be read again; the engine's log has the reason") from None
         if again and "weights" not in self._memory.absent and weights_of(self._device) != self._digest:
             self._memory.sleep(2)
             raise ValueError(

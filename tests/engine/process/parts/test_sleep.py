@@ -197,11 +197,13 @@ def test_a_host_without_room_keeps_the_engine_awake(served):
     assert served.tokens["0"] == run_alone(request)[0] and served.handler.stats() == {"sleep_level": 0}
 
 
-@pytest.mark.parametrize("error", [MemoryError("9 GB are free"), OSError("no such file"), RuntimeError("CUDA error 4")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("9 GB are free"), MemoryError(), OSError("no such file"), RuntimeError("CUDA error 4")]
+)
 def test_an_engine_whose_memory_is_not_to_be_had_sleeps_on_and_can_be_woken_later(served, error):
     served.order(Sleep(1, 1, "abort"))
     served.memory.refusals.append(error)
-    assert served.order(WakeUp(2, [])) == SleepRefused(2, str(error))
+    assert served.order(WakeUp(2, [])) == SleepRefused(2, str(error) or "MemoryError")
     assert served.handler.halted and served.handler.take(create_requests(3)[0])
     assert served.order(WakeUp(3, [])) == Slept(3)
 

@@ -21,7 +21,7 @@ from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas, router_for
 from holdfast.cluster.scaling import Load, Scaler
-from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
+from holdfast.core.types import AdapterInfo, FinishReason, Found, Request, SamplingParams, SequenceOutput
 from holdfast.engine.client.adapter_holds import AdapterHolds
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
@@ -239,6 +239,29 @@ async def test_an_answer_continues_on_another_replica_and_the_lost_one_is_restar
     assert (list(again.prompt), again.answered) == ([*PROMPT, 1000, 1001], 2)
     await until(lambda: states(replicas) == [State.READY] * 2)
     assert len(scripts.engines) == 3 and replicas.members[0].restarts == replicas.counts.resumed == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "whole"), [({}, True), ({"logprobs": 0}, False), ({"logprobs": 2}, False), ({"named": (5,)}, False)]
+)
+async def test_a_later_part_of_an_answer_is_not_adopted_where_log_probabilities_of_the_first_are_asked(
+    started: Any, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], whole: bool
+) -> None:
+    params = SamplingParams(logprobs=asked.get("logprobs"), logprob_token_ids=asked.get("named", ()))
+    held = Adoption(
+        Request("r", PROMPT, params, answered=3), b"", (7,), (), 0, (0, 0, 0), 0.0, None, ended=False, yours=True,
+        later=[],
+    )  # fmt: skip
+    given_up: list[Adoption] = []
+
+    async def adopt(engine: Scripted, tenant: str, request_id: str) -> Adoption | None:
+        return held if engine.number == 0 else None
+
+    monkeypatch.setattr(Scripted, "adopt", adopt)
+    monkeypatch.setattr(Scripted, "give_up", lambda engine, adoption: given_up.append(adoption))
+    replicas = await started(Scripts())
+    assert await replicas.adopt("", "r") is (held if whole else None)
+    assert given_up == ([] if whole else [held])
 
 
 async def test_requests_without_a_seed_get_one_that_they_keep(started: Any) -> None:

@@ -246,7 +246,8 @@ def test_penalties_on_padded_rows_are_those_of_transformers(served: Served) -> N
     ids = [served.tokenizer.encode(prompt).ids for prompt in prompts]
     with served.serving.client() as client:
         model = client.models.list().data[0].id
-        extra = {"repetition_penalty": 1.4, "ignore_eos": True}
+        named = {"logprob_token_ids": [9, 3], "return_tokens_as_token_ids": True}
+        extra = {"repetition_penalty": 1.4, "ignore_eos": True, **named}
         answers = client.completions.create(
             model=model, prompt=prompts, temperature=0, max_tokens=30, extra_body=extra, logprobs=1
         )
@@ -258,3 +259,5 @@ def test_penalties_on_padded_rows_are_those_of_transformers(served: Served) -> N
         scores = served.module(whole).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
         own = scores.gather(1, whole[0, len(tokens) :, None])[:, 0]
         assert choice.logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)
+        for row, told in zip(scores, choice.logprobs.top_logprobs, strict=True):
+            assert [told[f"token_id:{each}"] for each in (9, 3)] == pytest.approx(row[[9, 3]].tolist(), abs=1e-4)

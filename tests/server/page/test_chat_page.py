@@ -509,8 +509,8 @@ def test_thinking_is_offered_as_the_models_template_knows_it(opened: Any, server
     page.wait_for_selector("dialog", state="detached")
     server.client.text.template = "{{ enable_thinking }}{{ reasoning_effort }}"
     try:
-        for way, sent in (("high", "<reasoning_effort=high><enable_thinking=True>"), ("none", "<enable_thinking=False>"),
-                          ("on", "<enable_thinking=True>"), ("", "")):  # fmt: skip
+        off, on = "<enable_thinking=False>", "<enable_thinking=True>"
+        for way, sent in (("high", f"<reasoning_effort=high>{on}"), ("none", off), ("on", on), ("", "")):
             settings(page)
             page.wait_for_selector("#set-thinking option[value=low]", state="attached")
             page.select_option("#set-thinking", way)

@@ -733,6 +733,10 @@ class DeviceBench:
         assert self.model.ideal is not None
         return self.model.ideal()
 
+    def peak(self, system: str) -> float:
+        """The peak of a system, of requests that this process makes."""
+        return peak_of(next(each for each in self.model.systems if each.name == system), self.model, self._run)
+
     @property
     def model(self) -> Model:
         """The chosen model."""
@@ -886,7 +890,10 @@ def measure_peaks_with(bench: Bench, run: argparse.Namespace) -> None:
         peaks: dict[str, list[float]] = {system.name: [] for system in model.systems}
         for _ in range(run.repeats):
             for system in model.systems:
-                peaks[system.name].append(round(peak_of(system, model, run), 1))
+                if run.alone and bench.processes is not None:
+                    peaks[system.name].append(round(sum(bench.processes.ask("peak", system.name)), 1))
+                else:
+                    peaks[system.name].append(round(peak_of(system, model, run), 1))
         line["peaks"] = peaks
         best = max((median(peaks[system.name]) for system in model.systems if system.role != "ours"), default=0.0)
         for system in model.systems:
@@ -897,7 +904,7 @@ def measure_peaks_with(bench: Bench, run: argparse.Namespace) -> None:
             if model.ideal is not None:
                 text += f", {peak / line['ideal']:.3f} of the ideal {line['ideal']:.0f}"
             text += f" {peaks[system.name]}, {line['equal'][system.name]:.1%} equal"
-            engine = system.engine()
+            engine = None if run.alone else system.engine()
             if isinstance(engine, (CellEngine, SplitEngine)):
                 engine.watch("thread_time" if "host" in run.device else "perf_counter")
                 watched = peak_of(system, model, run, engine)
@@ -1025,6 +1032,7 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("measure", "show", "peaks"))
     parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, cuda:N or host; several for several workers")
     parser.add_argument("--shared", action="store_true", help="one process and one planner for several devices")
+    parser.add_argument("--alone", action="store_true", help="for `peaks`: each device's process makes its own requests")
     parser.add_argument("--only", nargs="+", default=list(names), choices=names)
     parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES, help="for `peaks`: systems to run")
     parser.add_argument("--seconds", type=float, default=1.0, help="of arrivals at each rate")

@@ -61,6 +61,9 @@ class Host(Protocol):
     def ideal(self) -> float:
         """The requests a second of the device, if it runs nothing but full tasks of the chosen model."""
 
+    def peak(self, system: str) -> float:
+        """The requests a second of a system of the chosen model, if this process makes the requests."""
+
 
 def packed_requests(ids: Sequence[str], samples: Sequence[Sample]) -> tuple[Any, ...]:
     """Requests in few objects without structure, which is much faster to send. No id may contain a line break."""
@@ -125,7 +128,7 @@ def serve_share(connection: Connection, make: Callable[[], Host]) -> None:
                 if name == "engine":
                     engine = host.engine(*arguments)
                     send(connection, ANSWER, None)
-                elif name in ("choose", "ideal"):
+                elif name in ("choose", "ideal", "peak"):
                     engine = None
                     send(connection, ANSWER, getattr(host, name)(*arguments))
                     gc.collect()

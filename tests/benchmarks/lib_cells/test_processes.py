@@ -82,6 +82,10 @@ class EchoHost:
     def ideal(self) -> float:
         return 12.5
 
+    def peak(self, system: str) -> float:
+        assert system == "echo"
+        return 4.0
+
 
 @contextmanager
 def hosted(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[tuple[Processes, list[EchoHost]]]:
@@ -203,7 +207,7 @@ def test_the_times_of_all_processes_and_of_the_dealing_are_summed(monkeypatch: p
         seconds, ended = engine.times()
         assert (seconds["update"], ended) == (3.0, 6)
         assert seconds["deal"] > 0 and seconds["receive"] > 0
-        assert made.ideal() == 12.5
+        assert made.ideal() == 12.5 and made.ask("peak", "echo") == [4.0, 4.0]
 
 
 def test_the_failure_of_a_process_is_raised_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -519,7 +519,7 @@ def undisturbed(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> tup
     return results(trainer, writer), vectors(trainer)
 
 
-@settings(max_examples=6)
+@settings(max_examples=settings().max_examples * 4 // 25)  # each is a long history
 @given(seed=st.integers(0, 1 << 32))
 def test_two_driven_jobs_interrupted_at_random_give_the_bits_of_each_alone(
     model: Decoder,

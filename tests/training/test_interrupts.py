@@ -58,7 +58,9 @@ def undisturbed(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.always("qwen2")
-@settings(max_examples=6, suppress_health_check=[HealthCheck.large_base_example])  # even the plainest history is long
+@settings(  # even the plainest history is long
+    max_examples=settings().max_examples * 4 // 25, suppress_health_check=[HealthCheck.large_base_example]
+)
 @given(chance=st.randoms(use_true_random=False))
 def test_three_jobs_interrupted_at_random_give_the_bits_of_each_alone(
     model: Decoder,

@@ -126,7 +126,7 @@ def look_at_a_long_prompt(page: Any, url: str) -> None:
     with streams(url, *((f"Hello {number}", 3500) for number in range(8))):
         until(page, "document.querySelectorAll('.e-queues tbody')[1].rows.length === 8")
         ask(url, "A long story. " * 12, 2)
-    until(page, "document.querySelector('.e-headline').textContent.startsWith('The engine is idle')")
+    until(page, "document.querySelector('.e-headline').textContent.includes('idle')")
     page.focus(".e-frame")
     page.keyboard.press("ArrowLeft")
     mixed = page.evaluate(MIXED_STEPS)

@@ -20,7 +20,7 @@ import httpx
 import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.forked import CONSTANTS
+from tests.forked import CONSTANTS, NURSERY
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -119,7 +119,7 @@ class Serving:
 
     def engine_pids(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return [int(pid) for pid in children.split() if Path(f"/proc/{pid}/comm").read_text() != f"{NURSERY}\n"]
 
     @contextmanager
     def standstill(self) -> Iterator[None]:

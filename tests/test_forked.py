@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,10 @@ from tests.served import eventually, make_checkpoint, serve
 ENGINE = "holdfast.engine.process.serve"
 
 
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    forking = Forking()
-    yield forking
-    forking.close()
+@pytest.fixture
+def forking(forked_engines: Forking) -> Forking:
+    """The template of all tests, as another one would import PyTorch and the engine again."""
+    return forked_engines
 
 
 def engine(forking: Forking, **options: Any) -> Forked:

@@ -104,7 +104,7 @@ class Tab:
         self._session.send("Page.removeScriptToEvaluateOnNewDocument", script)
 
     def leave(self) -> None:
-        """End what the page does, and close what it or a test has opened beside it.
+        """End what the page does, and close the pages that it or a test has opened.
 
         It goes to another page of the server: for one of another origin, the browser would start a new process.
         """

@@ -427,7 +427,9 @@ def test_a_file_that_is_not_a_trace_is_refused_with_a_message(page: Any, tmp_pat
     assert "letter.json has no steps of Holdfast in it" in page.inner_text(".toast.error")
 
 
-def test_a_tenant_sees_no_engine_and_an_operator_does(fresh_page: Callable[..., Any], serve: Callable[..., Any]) -> None:
+def test_a_tenant_sees_no_engine_and_an_operator_does(
+    fresh_page: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
     served = serve(api_key=("one",), operator_key=("boss",), store="memory")
     page = fresh_page(f"{served.url}/#engine")
     page.fill("#key", "one")

@@ -2,13 +2,13 @@
 
 `Forking` stands in for the module `subprocess` where an engine, a rank or the `holdfast` command is started. The
 template does what the new process would do: it takes over the descriptors, the environment and the arguments, and
-calls the same `main`. A forked `holdfast serve` forks its first engine in turn, so that this is its own child, as an
-engine forks its ranks.
+calls the same `main`. Engines of a forked command are forked, too, and are its own children, as ranks are an engine's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self, cast
@@ -45,6 +45,11 @@ LOADING = "holdfast-load"
 """The name of the engine's thread that loads modules."""
 HIGH = 512
 """Descriptors from here on are free in a new process."""
+NURSERY = "nursery"
+"""The name by which the kernel shows the process from which a command's engines are forked."""
+ORPHANED = b"orphaned"
+"""Message of a nursery: the process that it forked has lost its parent, and so has got the command as its parent."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forked:
@@ -354,17 +359,17 @@ def run_program(program: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def run_command() -> NoReturn:
-    """Be the `holdfast` command. Its first engine is forked."""
+    """Be the `holdfast` command, whose engines are forked."""
     from holdfast import cli
     from holdfast.engine import link, spawn
 
     link.die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    spawn.subprocess = ForkingItself()  # type: ignore[assignment]
     for path, value in json.loads(os.environ.pop(CONSTANTS, "{}")).items():
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), f"there is no {path}"
         setattr(sys.modules[module], name, value)
+    spawn.subprocess = Nursery()  # type: ignore[assignment]
     try:
         status = cli.main()
     except SystemExit as exit:
@@ -373,7 +378,7 @@ def run_command() -> NoReturn:
 
 
 class ForkingItself:
-    """The module `subprocess` of a forked process. Its `Popen` forks an engine if no other thread runs, or a rank.
+    """The module `subprocess` of a forked engine. Its `Popen` forks a rank.
 
     A lock that another thread holds would stay locked in the new process. Threads of an engine that starts ranks wait
     for messages, except the one that loads modules: it ends first.
@@ -383,30 +388,120 @@ class ForkingItself:
         return getattr(subprocess, name)
 
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
-        is_rank = is_program(command) and command[3] == RANK
-        if not is_rank and (not is_program(command) or len([*Path("/proc/self/task").iterdir()]) > 1):
+        if not (is_program(command) and command[3] == RANK):
             return subprocess.Popen(command, **options)
         for thread in threading.enumerate():
             if thread.name == LOADING:
                 thread.join()
-        assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
-        session, passed = options.pop("start_new_session", False), options.pop("pass_fds", ())
-        order = order_of(command[3], command[5:], options.pop("env"), Path.cwd(), passed, session=session)
-        assert not options
-        theirs, ours = os.pipe()
+        return child_of(command, options, self._fork)
+
+    def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         pid = os.fork()
         if not pid:
             for file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-                if file > 2 and file != theirs and file not in passed:
+                if file > 2 and file not in files:
                     with contextlib.suppress(OSError):  # that of the directory, which is closed by now
                         os.close(file)
-            become(order, [theirs, os.dup(2), os.dup(2), *passed])
+            become(order, [file if file > 2 else os.dup(file) for file in files])
+        return pid
+
+
+class Nursery:
+    """The module `subprocess` of a forked command. Its `Popen` forks engines, whatever threads the command has by then.
+
+    A process of one thread, which is forked before the command has others, forks them and lets them become orphans. The
+    kernel gives an orphan to the nearest ancestor that asks for them, so engines become the command's own children.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owner = os.getpid()
+        if not os.fork():
+            self._socket.close()
+            tend(theirs, owner)
+        theirs.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: Sequence[str], **options: Any) -> Any:
+        if not is_program(command):
+            return subprocess.Popen(command, **options)
+        return child_of(command, options, self._fork)
+
+    def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
+        with self._lock:
+            take_orphans(True)
+            try:
+                socket.send_fds(self._socket, [json.dumps(order).encode()], files)
+                pid = int(self._socket.recv(ORDER_BYTES))
+                assert self._socket.recv(ORDER_BYTES) == ORPHANED
+            finally:
+                take_orphans(False)
+        return pid
+
+
+def tend(connection: socket.socket, owner: int) -> NoReturn:
+    """Be the nursery of the process `owner`, until that ends: fork an orphan for each order, and report its id."""
+    from holdfast.engine import link
+
+    try:
+        link.die_with_parent(owner)
+        name_this_process(NURSERY)
+        own = os.open(os.devnull, os.O_RDWR)
+        for file in range(3):  # else a pipe of the command's output would stay open after it
+            os.dup2(own, file)
+        while True:
+            order, files, _, _ = socket.recv_fds(connection, ORDER_BYTES, MOST_FILES)
+            if not order:
+                os._exit(0)
+            between = os.fork()
+            if not between:
+                if pid := os.fork():
+                    connection.send(str(pid).encode())
+                    os._exit(0)
+                connection.close()
+                os.close(own)
+                name_this_process("engine")
+                while os.getppid() != owner:
+                    time.sleep(0.0005)
+                become(json.loads(order), files)
+            os.waitpid(between, 0)
+            connection.send(ORPHANED)
+            for file in files:
+                os.close(file)
+    finally:
+        os._exit(1)
+
+
+def name_this_process(name: str) -> None:
+    """Let the kernel show this process by a name, which its children inherit."""
+    Path("/proc/self/comm").write_text(name)
+
+
+def take_orphans(wanted: bool) -> None:
+    """Ask the kernel to make this process the parent of its descendants whose parent has ended, or no longer."""
+    assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) == 0
+
+
+def child_of(
+    command: Sequence[str], options: dict[str, Any], fork: Callable[[Mapping[str, Any], Sequence[int]], int]
+) -> Child:
+    """A child of this process that `fork` makes, from an order and its descriptors, as `subprocess.Popen` would."""
+    assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
+    session, passed = options.pop("start_new_session", False), options.pop("pass_fds", ())
+    order = order_of(command[3], command[5:], options.pop("env"), Path.cwd(), passed, session=session)
+    assert not options
+    theirs, ours = os.pipe()
+    try:
+        return Child(fork(order, [theirs, 2, 2, *passed]), os.fdopen(ours, "wb"))
+    finally:
         os.close(theirs)
-        return Child(pid, os.fdopen(ours, "wb"))
 
 
 class Child:
-    """A process that this one has forked, with what `EngineProcess` and `Ranks` use of `subprocess.Popen`."""
+    """A forked child of this process, with what `EngineProcess` and `Ranks` use of `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin

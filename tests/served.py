@@ -20,7 +20,7 @@ import httpx
 import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.forked import CONSTANTS
+from tests.forked import CONSTANTS, NURSERY
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -71,6 +71,14 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def name_of(pid: str) -> str:
+    """The kernel's name of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def make_checkpoint(directory: Path) -> Path:
     """A small Llama of random weights that reads and writes bytes."""
     directory.mkdir()
@@ -119,7 +127,7 @@ class Serving:
 
     def engine_pids(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return [int(pid) for pid in children.split() if name_of(pid) not in ("", NURSERY)]
 
     @contextmanager
     def standstill(self) -> Iterator[None]:

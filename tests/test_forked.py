@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +16,15 @@ import pytest
 from holdfast.core.version import __version__
 from holdfast.engine import spawn
 from tests.forked import Forked, Forking
-from tests.served import make_checkpoint, serve
+from tests.served import eventually, make_checkpoint, serve
 
 ENGINE = "holdfast.engine.process.serve"
 
 
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    forking = Forking()
-    yield forking
-    forking.close()
+@pytest.fixture
+def forking(forked_engines: Forking) -> Forking:
+    """The template of all tests, as another one would import PyTorch and the engine again."""
+    return forked_engines
 
 
 def engine(forking: Forking, **options: Any) -> Forked:
@@ -140,19 +138,40 @@ def test_a_forked_server_finds_the_modules_of_its_directory_and_prints_warnings_
         assert "an app" in errors and "none" in errors
 
 
-def test_a_forked_server_has_an_engine_of_its_own_and_ends_at_a_signal(tmp_path: Path) -> None:
-    with serve(make_checkpoint(tmp_path / "bytes"), "--store", "memory") as serving:
+def test_a_forked_server_has_forked_engines_of_its_own_and_ends_at_a_signal(tmp_path: Path) -> None:
+    """The second engine starts when the server has several threads."""
+    with serve(make_checkpoint(tmp_path / "bytes"), "--store", "memory", "--replicas", "2") as serving:
         assert isinstance(serving.process, Forked)
-        engine = serving.engine_pid()
-        assert len([*Path(f"/proc/{engine}/task").iterdir()]) > 1, "it is an engine"
-        of_engine, of_server = (
-            {name for each in of(process, "fd").iterdir() if (name := str(each.readlink())).startswith("socket")}
-            for process in (SimpleNamespace(pid=engine), serving.process)
-        )
-        assert of_server and not of_engine & of_server, "the engine keeps no port open"
+        engines = serving.engine_pids()
+        assert len(engines) == 2
+        for engine in [SimpleNamespace(pid=pid) for pid in engines]:
+            assert b"tests.forked" in of(engine, "cmdline").read_bytes()
+            assert len([*of(engine, "task").iterdir()]) > 1, "it is an engine"
+            of_engine, of_server = (
+                {name for each in of(process, "fd").iterdir() if (name := str(each.readlink())).startswith("socket")}
+                for process in (engine, serving.process)
+            )
+            assert of_server and not of_engine & of_server, "the engine keeps no port open"
         serving.process.send_signal(signal.SIGINT)
         assert serving.process.wait(60) == 0
-        assert not Path(f"/proc/{engine}").exists()
+        assert not any(Path(f"/proc/{engine}").exists() for engine in engines)
+
+
+def test_all_that_a_forked_command_has_forked_ends_when_it_is_killed(tmp_path: Path) -> None:
+    with serve(make_checkpoint(tmp_path / "bytes"), "--store", "memory") as serving:
+        children = [int(pid) for pid in of(serving.process, f"task/{serving.process.pid}/children").read_text().split()]
+        assert len(children) == 2, "its engine, and the process that forked this one"
+        serving.process.kill()
+        serving.process.wait(60)
+        eventually(lambda: not any(runs(pid) for pid in children))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended. One that nobody has waited for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_other_processes_start_as_usual(forking: Forking) -> None:

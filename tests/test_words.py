@@ -74,6 +74,7 @@ RULES = (
 )
 
 
+@cache
 def words_of(name: str) -> set[str]:
     """The words of a name in snake case or camel case, in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}

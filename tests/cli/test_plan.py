@@ -44,14 +44,17 @@ def parsed(command, config=EngineConfig):
 
 SMALL = (
     "--prompt-tokens", "60", "--output-tokens", "4", "--seconds", "0.1", "--slo-tbt", "20ms", "--slo-ttft", "100ms",
-    "--token-budgets", "64",
+    "--token-budgets", "64", "--max-sequences", "8",
 )  # fmt: skip
-"""Limits that a few requests reach. Without a TTFT limit, runs would grow until requests queue for two seconds."""
+"""Limits that a few requests reach. Without a TTFT limit, runs would grow until requests queue for two seconds.
+
+With few rows, a lower rate reaches them, and a run is shorter.
+"""
 
 
 def test_a_plan_ends_with_a_command_that_serve_accepts(profile, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    assert plan("--profile", profile, *SMALL, "--price", "2", "--max-sequences", "8", "--json", str(out)) == 0
+    assert plan("--profile", profile, *SMALL, "--price", "2", "--json", str(out)) == 0
     shown = capsys.readouterr().out
     command = shown.strip().splitlines()[-1]
     assert "the queue does not grow: conversations arrived for" in shown

@@ -8,16 +8,18 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
 from holdfast.server import run
+from tests.after_failure import FAILED
 
 PATIENCE_MS = 60_000
 """Most milliseconds that a test waits for what a page shows. A busy machine may stand still for seconds."""
@@ -75,32 +77,96 @@ def axe() -> Callable[[Any], list[str]]:
     return found
 
 
-@pytest.fixture
-def fresh_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open an address in a fresh profile: `fresh_page(url, key, ...)`. An unexpected line in the page's log fails."""
-    contexts, errors = [], []
+class Tab:
+    """A page that tests use one after another, each as if its profile were new.
 
-    def open(url: str, key: str | None = None, **options: Any) -> Any:
-        context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-        contexts.append(context)
-        if key is not None:
-            context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(url)
-        return page
+    A new profile takes ten times as long: it has no compiled modules, an empty cache, and a process that starts.
+    """
+
+    def __init__(self, browser: Any) -> None:
+        self.errors: list[str] = []
+        """Unexpected lines of the page's log since it was opened."""
+        self._context = browser.new_context(viewport=WIDE)
+        self.page = self._context.new_page()
+        watch(self.page, self.errors)
+        self._session = self._context.new_cdp_session(self.page)
+        self._session.send("Page.enable")
+
+    def open(
+        self, url: str, start: str, *, viewport: Any = WIDE, color_scheme: str = "light", reduced_motion: str = "reduce"
+    ) -> None:
+        """Open an address without what pages have stored so far. The script `start` runs before the page's own."""
+        self.page.set_viewport_size(viewport)
+        self.page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+        source = f"localStorage.clear(); sessionStorage.clear(); {start}"
+        script = self._session.send("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+        self.page.goto(url)
+        self._session.send("Page.removeScriptToEvaluateOnNewDocument", script)
+
+    def leave(self) -> None:
+        """End what the page does, and close the pages that it or a test has opened.
+
+        It goes to another page of the server: for one of another origin, the browser would start a new process.
+        """
+        for other in self._context.pages[1:]:
+            other.close()
+        self.page.unroute_all()
+        self.page.goto(urljoin(self.page.url, "/health/live"))
+        self.errors.clear()
+
+    def close(self) -> None:
+        self._context.close()
+
+
+@pytest.fixture(scope="module")
+def tabs(browser: Any) -> Iterator[list[Tab]]:
+    """The tab that is free to be used again, if there is one."""
+    tabs: list[Tab] = []
+    yield tabs
+    for tab in tabs:
+        tab.close()
+
+
+@pytest.fixture
+def fresh_page(request: pytest.FixtureRequest, browser: Any, tabs: list[Tab]) -> Iterator[Callable[..., Any]]:
+    """Open an address as in a new profile: `fresh_page(url, key, ...)`. An unexpected line in the page's log fails.
+
+    A test's first page is that of the test before, unless that failed. Patterns in `routes` are answered by the test.
+    """
+    from playwright.sync_api import Error
+
+    used: list[Tab] = []
+
+    def open(url: str, key: str | None = None, routes: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        tab = tabs.pop() if tabs else Tab(browser)
+        used.append(tab)
+        for pattern, answer in (routes or {}).items():
+            tab.page.route(pattern, answer)
+        start = "" if key is None else f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})"
+        tab.open(url, start, **options)
+        return tab.page
 
     yield open
-    for context in contexts:
-        context.close()
+    errors = [error for tab in used for error in tab.errors]
+    if used and not errors and not request.node.stash.get(FAILED, False):
+        with suppress(Error):  # the test has ended its server
+            used[0].leave()
+            tabs.append(used.pop(0))
+    for tab in used:
+        tab.close()
     assert errors == []
+
+
+def watch(page: Any, errors: list[str]) -> None:
+    """Note the unexpected lines of a page's log, and be patient with it."""
+    page.set_default_timeout(PATIENCE_MS)
+    page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
 
 
 def unexpected(message: Any) -> bool:
     """Whether a console message is about more than a refused request, which the page itself shows."""
-    return message.type in ("error", "warning") and not re.search("status of 40[0149]", message.text)
+    return message.type in ("error", "warning") and not re.search("status of 40[01349]", message.text)
 
 
 @dataclass

@@ -298,11 +298,13 @@ def test_a_wrong_key_is_asked_for_again_and_a_kept_one_outlives_the_tab(opened: 
 
 
 def test_markup_in_an_answer_a_title_or_a_file_name_stays_text(opened: Any, server: Any) -> None:
-    elsewhere: list[str] = []
+    asked: list[str] = []
+
+    def note(request: Any) -> None:
+        asked.append(request.url)
+
     page = opened()
-    page.on(
-        "request", lambda request: elsewhere.append(request.url) if not request.url.startswith(server.url) else None
-    )
+    page.on("request", note)
     server.client.words = re.findall(r".{1,5}", HOSTILE, re.DOTALL)
     page.locator(".composer input[type=file]").set_input_files(
         {"name": NAMED, "mimeType": "text/plain", "buffer": HOSTILE.encode()}
@@ -324,7 +326,8 @@ def test_markup_in_an_answer_a_title_or_a_file_name_stays_text(opened: Any, serv
     )
     page.wait_for_selector(f".toast:has-text({json.dumps(NAMED)})")
     assert page.evaluate("window.hacked") is None
-    assert [url for url in elsewhere if not url.startswith("blob:")] == []
+    page.remove_listener("request", note)
+    assert asked and all(url.startswith((server.url, "blob:")) for url in asked)
 
 
 def test_the_policy_refuses_markup_inline_code_and_other_hosts_even_if_the_page_had_a_hole(opened: Any) -> None:
@@ -795,10 +798,9 @@ def test_a_server_without_a_language_model_is_explained(fresh_page: Any, server:
     def refuse(route: Any) -> None:
         route.fulfill(status=404, json={"error": {"message": "there is no such route"}})
 
-    page = fresh_page("about:blank")
-    for path in ("models", "conversations?*", "engine/events"):
-        page.route(f"**/v1/{path}", refuse)
-    page.goto(server.url)
+    page = fresh_page(
+        server.url, routes={f"**/v1/{path}": refuse for path in ("models", "conversations?*", "engine/events")}
+    )
     page.wait_for_selector(".welcome")
     page.get_by_text("This server has no language model.").wait_for()
     assert page.locator(".composer, .sidebar, .toast").count() == 0
@@ -836,9 +838,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
     assert ground(dark)
 
 
-def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(opened: Any, server: Any) -> None:
-    page = opened().context.new_page()
-    page.set_default_timeout(60_000)
+def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(fresh_page: Any, server: Any) -> None:
     held: list[Any] = []
 
     def go_on(pattern: str) -> None:
@@ -846,9 +846,8 @@ def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(opened: A
             held.remove(route)
             route.continue_()
 
-    for path in ("models", "conversations"):  # The models are listed, and the conversation is created.
-        page.route(f"**/v1/{path}", lambda route: held.append(route))
-    page.goto(server.url)
+    late = ("models", "conversations")  # The models are listed, and the conversation is created.
+    page = fresh_page(server.url, "one", routes={f"**/v1/{path}": lambda route: held.append(route) for path in late})
     page.fill(".message", "early")
     page.keyboard.press("Enter")
     page.wait_for_timeout(200)

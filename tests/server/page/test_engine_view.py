@@ -37,23 +37,15 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def page(browser: Any, serving: Serving) -> Iterator[Any]:
+def page(fresh_page: Callable[..., Any], serving: Serving) -> Any:
     """The engine view, following the engine. Any error in the page's log fails the test."""
-    yield from opened(browser, serving.url)
+    return engine_view(fresh_page, serving.url)
 
 
-def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
-    page = context.new_page()
-    page.set_default_timeout(60_000)
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{url}/#engine")
+def engine_view(fresh_page: Callable[..., Any], url: str) -> Any:
+    page = fresh_page(f"{url}/#engine", viewport={"width": 1200, "height": 900}, reduced_motion="no-preference")
     page.wait_for_selector(".e-status.on")
-    yield page
-    context.close()
-    assert errors == []
+    return page
 
 
 def until(page: Any, expression: str) -> None:
@@ -109,27 +101,35 @@ def table(page: Any, summary: str, shown: Callable[[list[list[str]]], bool] = bo
     raise AssertionError(rows)
 
 
-def test_a_long_prompt_is_seen_to_join_eight_streams_in_chunks(browser: Any) -> None:
+MIXED_STEPS = """() => {
+  const frame = document.querySelector('.e-frame'), words = document.querySelector('.e-words'), found = [];
+  for (let before = ''; words.textContent !== before; ) {
+    before = words.textContent;
+    if (before.includes('8 decodes, positions')) found.push(before);
+    else if (found.length) break;
+    frame.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowLeft', cancelable: true }));
+  }
+  return found;
+}"""
+"""Function in the page that goes back from the chosen step, and returns the words of the latest mixed steps in a row.
+
+A fast machine makes thousands of steps before the streams leave, and the browser takes milliseconds for a key.
+"""
+
+
+def test_a_long_prompt_is_seen_to_join_eight_streams_in_chunks(fresh_page: Callable[..., Any]) -> None:
     with started("holdfast-tiny", "--store", "memory", "--token-budget", "64", "--cache-gb", "0.3") as roomy:
-        for page in opened(browser, roomy.url):
-            look_at_a_long_prompt(page, roomy.url)
+        look_at_a_long_prompt(engine_view(fresh_page, roomy.url), roomy.url)
 
 
 def look_at_a_long_prompt(page: Any, url: str) -> None:
     with streams(url, *((f"Hello {number}", 3500) for number in range(8))):
         until(page, "document.querySelectorAll('.e-queues tbody')[1].rows.length === 8")
         ask(url, "A long story. " * 12, 2)
-    until(page, "document.querySelector('.e-headline').textContent.startsWith('The engine is idle')")
+    until(page, "document.querySelector('.e-headline').textContent.includes('idle')")
     page.focus(".e-frame")
     page.keyboard.press("ArrowLeft")
-    mixed: list[str] = []
-    for _ in range(4000):  # a fast machine makes many steps before the streams leave
-        words = page.inner_text(".e-words")
-        if "8 decodes, positions" in words:
-            mixed.append(words)
-        elif mixed:
-            break
-        page.keyboard.press("ArrowLeft")
+    mixed = page.evaluate(MIXED_STEPS)
     assert mixed, "steps with a decode of each stream and a chunk of the prompt"
     assert any("of request" in words and "room for 64 tokens" in words for words in mixed)
     assert page.inner_text(".e-status") == "Paused"
@@ -225,21 +225,21 @@ def test_two_traces_are_played_together_with_one_clock(page: Any, traces: list[P
 
 
 def test_an_idle_engine_says_so_and_counts_completions_and_chats_among_what_it_keeps(
-    browser: Any, serving: Serving
+    fresh_page: Callable[..., Any], serving: Serving
 ) -> None:
     ask(serving.url, "A plain completion about the mountains in winter. " * 4, 2)
     said = [{"role": "user", "content": "A chat about the sea and its ships in winter. " * 4}]
     chat = {"model": "holdfast-tiny", "messages": said, "max_tokens": 2}
     assert httpx.post(f"{serving.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
-    for page in opened(browser, serving.url):
-        until(page, "/^State of [1-9]/.test(document.querySelector('.e-blocks-section h3').textContent)")
-        conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
-        names, values = (page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value"))
-        parts = dict(zip(names, values, strict=True))
-        assert page.inner_text(".e-headline") == "The engine is idle: there is nothing to compute."
-        assert conversations >= 2 and blocks >= conversations
-        assert parts["Kept state"] == f"{conversations} conversations" and parts["Waiting"] == "Nobody"
-        assert page.inner_text(".e-words").startswith("No step yet")
+    page = engine_view(fresh_page, serving.url)
+    until(page, "/^State of [1-9]/.test(document.querySelector('.e-blocks-section h3').textContent)")
+    conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
+    names, values = (page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value"))
+    parts = dict(zip(names, values, strict=True))
+    assert page.inner_text(".e-headline") == "The engine is idle: there is nothing to compute."
+    assert conversations >= 2 and blocks >= conversations
+    assert parts["Kept state"] == f"{conversations} conversations" and parts["Waiting"] == "Nobody"
+    assert page.inner_text(".e-words").startswith("No step yet")
 
 
 STORY_STATS = {
@@ -316,9 +316,7 @@ def test_an_engine_that_cannot_be_reached_is_not_called_idle(
         body = bodies.pop() if bodies else ""
         route.fulfill(status=200, content_type="text/event-stream", body=body)
 
-    page = fresh_page("about:blank")
-    page.route("**/v1/engine/events*", answer)
-    page.goto(f"{serve(store='memory').url}/#engine")
+    page = fresh_page(f"{serve(store='memory').url}/#engine", routes={"**/v1/engine/events*": answer})
     until(
         page,
         "/^These are the last figures, from [0-9.]+ s ago/.test(document.querySelector('.e-headline')?.textContent)",
@@ -429,11 +427,11 @@ def test_a_file_that_is_not_a_trace_is_refused_with_a_message(page: Any, tmp_pat
     assert "letter.json has no steps of Holdfast in it" in page.inner_text(".toast.error")
 
 
-def test_a_tenant_sees_no_engine_and_an_operator_does(browser: Any, serve: Callable[..., Any]) -> None:
+def test_a_tenant_sees_no_engine_and_an_operator_does(
+    fresh_page: Callable[..., Any], serve: Callable[..., Any]
+) -> None:
     served = serve(api_key=("one",), operator_key=("boss",), store="memory")
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(f"{served.url}/#engine")
+    page = fresh_page(f"{served.url}/#engine")
     page.fill("#key", "one")
     page.get_by_role("button", name="Use this key").click()
     page.wait_for_selector(".e-gate")
@@ -448,4 +446,3 @@ def test_a_tenant_sees_no_engine_and_an_operator_does(browser: Any, serve: Calla
             break
         page.wait_for_timeout(50)
     assert served.client.watched
-    context.close()

@@ -208,9 +208,7 @@ class CoreConfig:
         "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
         "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a lower tier; 0 is off",
     )
-    chunk_size: int = option(
-        32, "tokens that are evicted together; rounded up to whole blocks", between=(1, 1 << 24)
-    )
+    chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks", between=(1, 1 << 24))
     eviction: Literal["retention", "pauses", "lru", "lru-conversation", "tail-first", "ttl", "hits"] = option(
         "retention",
         "which idle chunks are evicted first: retention: the lowest recomputation cost / age; pauses: the lowest cost "

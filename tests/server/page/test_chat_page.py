@@ -250,6 +250,24 @@ def test_what_the_user_opened_or_writes_stays_when_an_answer_ends(opened: Any, s
     expect_questions(page, "first", "second")
 
 
+def test_a_conversation_that_is_slow_to_come_is_said_to_be_loading(opened: Any) -> None:
+    page = opened()
+    say(page, "hello")
+    held: list[Any] = []
+    page.route("**/turns", lambda route: held.append(route))
+    page.reload()
+    page.wait_for_selector(".thread .notice:has-text('Loading the conversation…')")
+    page.locator(".new").click()
+    page.wait_for_selector(".welcome")
+    assert page.locator(".notice").count() == 0
+    page.locator(".row", has_text="hello").first.click()
+    page.wait_for_selector(".thread .notice:has-text('Loading the conversation…')")
+    for route in held:
+        route.continue_()
+    expect_questions(page, "hello")
+    assert page.locator(".notice").count() == 0
+
+
 def test_a_broken_connection_is_named_until_the_answer_goes_on(opened: Any) -> None:
     page = opened()
     page.clock.install()

@@ -1,4 +1,4 @@
-"""What the demonstration of tuning demands of the answers."""
+"""The demands of the tuning demonstration on the answers."""
 
 from __future__ import annotations
 

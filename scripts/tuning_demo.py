@@ -35,7 +35,11 @@ TAUGHT = (
 """The questions of the examples. They include small talk, because a kind of question without an example may lose its
 answer.
 """
-HELD_OUT = ("My name is Zoe and I like pears.", "What is 3 plus 5?", "I live in Lisbon.", "Hello!", "I have 4 cats.")
+HELD_OUT = {
+    "My name is Zoe and I like pears.": "Zoe", "What is 3 plus 5?": "8", "I live in Lisbon.": "Lisbon", "Hello!": "",
+    "I have 4 cats.": "4",
+}  # fmt: skip
+"""Questions that no example has, each with what a right answer must contain."""
 EPOCHS, RATE_MULTIPLIER = 8, 10.0
 WAIT_SECONDS = 180.0
 
@@ -83,19 +87,7 @@ def run(console: Console, client: OpenAI) -> int:
     console.print(
         f"a batch of {len(lines)} lines over {name}: {sum(line.startswith(HABIT) for line in lines)} begin so\n"
     )
-    failures = [
-        what
-        for what, holds in (
-            ("the base model answers as before", again == before),
-            (f"every tuned answer begins with {HABIT}", all(answer.startswith(HABIT) for answer in (*after, *lines))),
-            (
-                "a tuned answer goes on as the base's",
-                sum(HABIT + " " + b == a for a, b in zip(after, before, strict=True)) >= 3,
-            ),
-            ("the chat's answers are right", bool(beside.turns) and all(turn.right for turn in beside.turns)),
-        )
-        if not holds
-    ]
+    failures = faults(before, again, after, lines, [turn.right for turn in beside.turns])
     if failures:
         console.print(Text("not so: " + "; ".join(failures), style="bold red"))
         return 1
@@ -111,6 +103,25 @@ def ask(client: OpenAI, model: str, question: str) -> str:
         model=model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=48
     )
     return (answer.choices[0].message.content or "").strip()
+
+
+def faults(
+    before: Sequence[str], again: Sequence[str], after: Sequence[str], lines: Sequence[str], right: Sequence[bool]
+) -> list[str]:
+    """Return what should hold and does not.
+
+    `before` and `again` are the base model's answers before and after tuning, and `after` the tuned model's, all to
+    `HELD_OUT`. `lines` are the batch's answers. `right` says which answers of the chat were right.
+    """
+    holds = {
+        "the base model answers as before": again == before,
+        f"every tuned answer begins with {HABIT}": all(answer.startswith(HABIT) for answer in (*after, *lines)),
+        "every tuned answer is still right": all(
+            word in answer for word, answer in zip(HELD_OUT.values(), after, strict=True)
+        ),
+        "the chat's answers are right": bool(right) and all(right),
+    }
+    return [what for what, held in holds.items() if not held]
 
 
 def begin(client: OpenAI, examples: Sequence[tuple[str, str]]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import msgspec
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.batch_input import InputError
@@ -39,25 +40,26 @@ from holdfast.server.jobs.files import Files
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
-HELP = """\
-/help           this list
-/clear          forget the conversation and begin a new one
-/undo           take back the last turn
-/save NAME      save this conversation and its later turns under a name
-/load NAME      continue a saved conversation; `last` is where you left off
-/branch [NAME]  continue separately; what was saved so far stays unchanged
-/conversations  list the saved conversations
-/system TEXT    tell the model how to behave (without TEXT: show it); begins a new conversation
-/stats          token counts of this conversation
-/batch          batching mode: a line is a batch, as ["Prompt 1", "Prompt 2"] [32, 64]; finished ones are shown
-/batch [...]    submit a batch; answers of at most 128 tokens, or of the lengths in the second list
-/batches        list the batches in progress
-/chat           back to the conversation; batches go on, and wait for batching mode when they have ended
-/exit           end (/quit and Ctrl-D do as well)
+HELP = {
+    "/help": "this list",
+    "/clear": "forget the conversation and begin a new one",
+    "/undo": "take back the last turn",
+    "/save NAME": "save this conversation and its later turns under a name",
+    "/load NAME": "continue a saved conversation; `last` is where you left off",
+    "/branch [NAME]": "continue separately; what was saved so far stays unchanged",
+    "/conversations": "list the saved conversations",
+    "/system TEXT": "tell the model how to behave (without TEXT: show it); begins a new conversation",
+    "/stats": "token counts of this conversation",
+    "/batch": 'batching mode: a line is a batch, as ["Prompt 1", "Prompt 2"] [32, 64]; finished ones are shown',
+    "/batch [...]": "submit a batch; answers of at most 128 tokens, or of the lengths in the second list",
+    "/batches": "list the batches in progress",
+    "/chat": "back to the conversation; batches go on, and wait for batching mode when they have ended",
+    "/exit": "end (/quit and Ctrl-D do as well)",
+}
+KEYS = """\
 A message of several lines begins and ends with three quotes (\"\"\"). Tab completes commands and names.
 Ctrl-C during an answer stops it and takes the turn back."""
-COMMANDS = ("/help", "/clear", "/undo", "/save", "/load", "/branch", "/conversations", "/system", "/stats", "/batch",
-            "/batches", "/chat", "/exit", "/quit")  # fmt: skip
+COMMANDS = (*dict.fromkeys(name.split()[0] for name in HELP), "/quit")
 NAMED = ("/save", "/load", "/branch")
 """Commands that take the name of a conversation."""
 
@@ -241,7 +243,7 @@ class Conversation:
     async def _obey(self, name: str, rest: str) -> None:
         match name:
             case "/help":
-                self.note(HELP)
+                self.help()
             case "/clear":
                 self.clear("a new conversation")
             case "/undo":
@@ -252,14 +254,14 @@ class Conversation:
             case "/system":
                 self.note(self.system or "there is no system message")
             case "/save" if rest and self.head is not None:
-                self.save(rest, "")
+                self.save(rest, await self.said())
                 self.name = rest
                 self.note(f"saved as {rest}, with the turns to come")
             case "/load" if rest:
                 await self.load(rest)
             case "/branch" if self.head is not None:
                 if rest:
-                    self.save(rest, "")
+                    self.save(rest, await self.said())
                 self.name = rest or None
                 self.note(f"going on as {rest}" if rest else "going on apart; /save NAME keeps it")
             case "/save" | "/branch" | "/load":
@@ -341,9 +343,13 @@ class Conversation:
         self.used = []
         self.note(CONTROL.sub("", f"> {turn.said}\n{turn.answer}\n\ngoing on after turn {self.turns}"))
 
+    async def said(self) -> str:
+        """Return the user's last message. Raises ChatError if the turn no longer exists."""
+        assert self.head is not None
+        return (await self.talker.recall(self.head)).said
+
     def save(self, name: str, said: str) -> None:
-        """Save the current point of the conversation under a name."""
-        said = said or next((mark.said for mark in self.bookmarks.all().values() if mark.head == self.head), "")
+        """Save the current point of the conversation under a name. `said` is the user's last message."""
         self.bookmarks.save(name, Bookmark(head=self.head, system=self.system, turns=self.turns, said=said))
 
     async def undo(self) -> None:
@@ -358,6 +364,14 @@ class Conversation:
         self.head, self.turns, self.name = None, 0, None
         self.used = []
         self.note(note)
+
+    def help(self) -> None:
+        """Print the commands, and the keys of a terminal."""
+        table = Table.grid(padding=(0, 2))
+        for name, what in HELP.items():
+            table.add_row(Text(name, style="dim"), Text(what, style="dim"))
+        self.notes.print(table)
+        self.note(KEYS)
 
     def note(self, text: str) -> None:
         """Print a note, which is not part of the model's text."""

@@ -237,15 +237,29 @@ def checked(data: Mapping[Any, Any], configs: Sequence[type]) -> dict[str, Any]:
 
 def build(config: type[ConfigT], *sources: Mapping[str, Any]) -> ConfigT:
     """Build a config from options. An earlier source overrides a later one. Raises UsageError for an invalid value."""
-    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for source in sources:
-        for name in names & source.keys() - given.keys():
+        for name in fields.keys() & source.keys() - given.keys():
             value = source[name]
             if name == "url" and isinstance(value, str):
                 value = full_url(value)
             given[name] = tuple(value) if isinstance(value, list) else value
+    for name in fields:
+        if name in given and fields[name].default != "":
+            refuse_empty(name, given[name])
     try:
         return config(**given)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def refuse_empty(name: str, value: Any) -> None:
+    """Raises UsageError if `value` is empty text, or a tuple with empty text in it.
+
+    A shell gives empty text for a variable that is not set. Taken as it is, it could mean the default store, or all
+    addresses of the machine.
+    """
+    for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str) and not text.strip():
+            raise UsageError(f"{name} is empty; give it a value, or leave it out")

@@ -118,24 +118,45 @@ def server(
     http = server_client(url, api_key, httpx.Timeout(30, read=None), transport)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
-            asked = model or loop.run(first_model(http))
+            asked, longest = loop.run(served(http, model))
             ask = partial(ask_server, http, asked, tells=tells, tells_pauses=tells_pauses)
-            yield Target(url, asked, None, sender(loop, ask, vocab_size, concurrency, seed))
+            yield Target(url, asked, longest, sender(loop, ask, vocab_size, concurrency, seed))
         finally:
             loop.run(http.aclose())
 
 
-async def first_model(http: httpx.AsyncClient) -> str:
-    """Return the first model that a server lists. Raises OSError if the request fails."""
+async def served(http: httpx.AsyncClient, model: str | None) -> tuple[str, int | None]:
+    """Return the model to ask for, and its longest sequence in tokens; None if the server does not list that.
+
+    The model is by default the first that the server lists. Then raises OSError if it lists none.
+    """
+    try:
+        models = await listed(http)
+    except OSError:
+        if model is None:
+            raise
+        return model, None
+    asked = model or next(iter(models))
+    return asked, models.get(asked)
+
+
+async def listed(http: httpx.AsyncClient) -> dict[str, int | None]:
+    """Return the models that a server lists, in its order, with their longest sequences in tokens where it says them.
+
+    Holdfast, vLLM and SGLang say them. Raises OSError if the request fails, or if there is no model.
+    """
     try:
         response = await http.get("models")
         response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
+        models = {str(each["id"]): each.get("max_model_len") for each in response.json()["data"]}
+        if not models:
+            raise LookupError("the list is empty")
     except httpx.HTTPStatusError as error:
         wanted = "; give the key with --api-key or HOLDFAST_API_KEY" if error.response.status_code == 401 else ""
         raise OSError(f"{http.base_url}models answers with {error.response.status_code}{wanted}") from None
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise OSError(f"{http.base_url}models does not list a model: {type(error).__name__}: {error}") from None
+    return {name: longest if isinstance(longest, int) and longest > 0 else None for name, longest in models.items()}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from holdfast.core.layout import Layout
+from holdfast.core.types import MAX_SEED
 from holdfast.core.units import bytes_of_gb, seconds_of_ms
 
 DEFAULT_SEQUENCES = 256
@@ -207,7 +208,7 @@ class CoreConfig:
         "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
         "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a lower tier; 0 is off",
     )
-    chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
+    chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks", between=(1, 1 << 24))
     eviction: Literal["retention", "pauses", "lru", "lru-conversation", "tail-first", "ttl", "hits"] = option(
         "retention",
         "which idle chunks are evicted first: retention: the lowest recomputation cost / age; pauses: the lowest cost "
@@ -311,7 +312,7 @@ class CoreConfig:
         4096, "maximum number of waiting requests; more are refused with 503", between=(1, 1_000_000)
     )
     trace: str | None = option(None, "write a trace of every step to this file, in Chrome's trace format")
-    seed: int = option(0, "seed for requests that give none")
+    seed: int = option(0, "seed for requests that give none", between=(0, MAX_SEED))
     deterministic: bool = option(
         False,
         "give a request the same tokens and log probabilities, bit for bit, whatever runs beside it, however its "
@@ -333,8 +334,6 @@ class CoreConfig:
         check_numbers(self)
         self._check_names()
         self._check_devices()
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         self._check_host_tier()
         self._check_executor()
         self._check_scheduling()
@@ -611,12 +610,10 @@ class AppConfig:
         check_numbers(self)
         if self.app and find_spec("numba") is None:
             raise ValueError("app needs Numba, which is not installed: pip install 'holdfast[cells]'")
-        if self.app_profile not in ("auto", "off", "") and len(self.app) > 1:
+        if self.app_profile not in ("auto", "off") and len(self.app) > 1:
             raise ValueError(
                 f"app_profile is {self.app_profile}, and there are {len(self.app)} applications; a file is for one"
             )
-        if not self.app_profile:
-            raise ValueError("app_profile is empty; it must be auto, off, or a file")
         for name in self.app:
             if not re.fullmatch(r"[\w.-]+(:[\w.]+)?", name):
                 raise ValueError(f"app is {name!r}; it must be a name, or look like module:object")

@@ -5,12 +5,13 @@ import json
 from dataclasses import replace
 from itertools import chain
 
+import httpx
 import pytest
 from rich.console import Console
 
 from holdfast.cli.bench import BenchConfig, describe_capacity, target_of, without_key
 from holdfast.cli.command import main
-from holdfast.cli.targets import sender
+from holdfast.cli.targets import sender, served
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, summary
 from holdfast.lab.reports.tables import show_figures
@@ -460,6 +461,36 @@ def test_a_wrong_call_gives_a_one_line_message(profile, capsys, arguments, messa
 def test_an_unreachable_server_gives_a_message_with_the_address_of_its_api(capsys, path):
     assert bench("--url", f"http://127.0.0.1:9{path}") == 1
     assert "http://127.0.0.1:9/v1/models does not list a model" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "found"),
+    [
+        ({"data": [{"id": "a", "max_model_len": 4096}, {"id": "b"}]}, None, ("a", 4096)),
+        ({"data": [{"id": "a", "max_model_len": 4096}, {"id": "b"}]}, "b", ("b", None)),
+        ({"data": [{"id": "a", "max_model_len": "many"}]}, None, ("a", None)),
+        ({"data": [{"id": "a", "max_model_len": 4096}]}, "not listed", ("not listed", None)),
+        ({"data": []}, "a", ("a", None)),
+        ({"data": ["a"]}, "a", ("a", None)),
+        (None, "a", ("a", None)),
+    ],
+)
+async def test_a_server_lists_its_context_so_that_longer_conversations_are_left_out(body, model, found):
+    def reply(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404) if body is None else httpx.Response(200, json=body)
+
+    async with httpx.AsyncClient(base_url="http://there/v1", transport=httpx.MockTransport(reply)) as http:
+        assert await served(http, model) == found
+
+
+@pytest.mark.parametrize(("status", "said"), [(401, "give the key with --api-key"), (200, "the list is empty")])
+async def test_a_server_without_a_model_to_ask_for_is_named(status, said):
+    def reply(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, json={"data": []})
+
+    async with httpx.AsyncClient(base_url="http://there/v1", transport=httpx.MockTransport(reply)) as http:
+        with pytest.raises(OSError, match=f"http://there/v1/models .*{said}"):
+            await served(http, None)
 
 
 def test_clients_may_say_their_pauses_and_lie_about_them(profile, tmp_path, capsys):

@@ -110,6 +110,23 @@ async def test_chat_commands_show_clear_undo_and_end(tmp_path: Path) -> None:
     assert talk.it.head is None
     assert "/system TEXT" in await talk.hear("/help")
     assert "there is no /sing" in await talk.hear("/sing")
+
+
+async def test_the_list_of_saved_conversations_shows_the_message_that_each_goes_on_after(tmp_path: Path) -> None:
+    talk = Talk(Echo(), tmp_path)
+    await talk.hear("hello", "again", "/undo", "/save sea", "farewell", "/undo", "/branch land")
+    shown = (await talk.hear("/conversations")).splitlines()
+    assert shown == ["last  ·  turns: 2  ·  farewell", "sea  ·  turns: 2  ·  farewell", "land  ·  turns: 1  ·  hello"]
+
+
+async def test_the_list_of_commands_keeps_its_columns_in_a_narrow_window(tmp_path: Path) -> None:
+    talk = Talk(Echo(), tmp_path)
+    talk.it.notes.width = 60
+    commands, keys = (await talk.hear("/help")).split("A message of several lines")
+    beginnings = {line[:16].strip() for line in commands.splitlines()}
+    assert beginnings == {*chat.HELP, ""} and max(map(len, commands.splitlines())) <= 60
+    assert "Tab completes commands" in keys
+    assert {"/help", "/batch", "/quit"} < set(chat.COMMANDS)
     assert not await talk.it.command("/exit")
 
 

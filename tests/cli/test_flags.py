@@ -70,6 +70,18 @@ def test_the_target_for_the_first_token_may_name_its_unit(given: str, tmp_path: 
     assert engine(file=str(path)).ttft_target == 2000
 
 
+def test_an_option_that_is_off_when_it_is_empty_may_be_given_so() -> None:
+    assert engine("--chunk-host", "", "--draft-model", "") == EngineConfig()
+
+
+def test_an_empty_value_in_a_file_is_refused_as_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "holdfast.yaml"
+    path.write_text("revision: ''\n")
+    with pytest.raises(UsageError, match="revision is empty; give it a value, or leave it out"):
+        engine(file=str(path))
+    assert engine("--revision", "main", file=str(path)).revision == "main"
+
+
 def test_repeating_api_key_gives_several_keys() -> None:
     options = make_parser("serve").parse_args(["serve", "--api-key", "a", "--api-key", "b"])
     assert build(ServerConfig, vars(options)).api_key == ("a", "b")
@@ -138,6 +150,8 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["serve", "--scheduler", "a/b:C"], "scheduler is 'a/b:C'; it must be one of stall-free, request-level"),
         (["serve", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype: invalid choice: 'fp4' (choose from"),
         (["chat", "--kv-cache-dtype", "e5m2"], "--kv-cache-dtype: invalid choice: 'e5m2' (choose from"),
+        (["serve", "--seed", "-1"], "seed is -1; it must lie between 0 and 9223372036854775807"),
+        (["serve", "--chunk-size", "16777217"], "chunk_size is 16777217; it must lie between 1 and 16777216"),
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),
         (["serve", "--config", "/no/such/file"], "cannot read /no/such/file"),
         (["serve", "--app", "a b"], "app is 'a b'; it must be a name, or look like module:object"),
@@ -150,7 +164,15 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
             ["serve", "--app", "x", "--app", "y", "--app-profile", "p.json"],
             "there are 2 applications; a file is for one",
         ),
-        (["serve", "--app", "x", "--app-profile", ""], "app_profile is empty; it must be auto, off, or a file"),
+        (["serve", "--app", "x", "--app-profile", ""], "app_profile is empty; give it a value, or leave it out"),
+        (["serve", "--host", ""], "host is empty; give it a value, or leave it out"),
+        (["serve", "--store", " "], "store is empty; give it a value"),
+        (["serve", "--allowed-host", "a.example", "--allowed-host", ""], "allowed_host is empty; give it a value"),
+        (["keys", "list", "--store", ""], "store is empty; give it a value"),
+        (["bench", "--json", ""], "json is empty; give it a value"),
+        (["chat", "-p", "\n"], "prompt is empty; give it a value"),
+        (["plan", "mistral-7b", "--device", ""], "device is empty; give it a value"),
+        (["bench", "--requests", "10000001"], "requests is 10000001; it must be at most 10,000,000"),
         (["serve", "--app-profile", "off"], "--app-profile is for applications; name one with --app"),
         (["serve", "--app", "x", "--grpc-port", "65536"], "grpc_port is 65536; it must lie between 0 and 65535"),
         (["profile", "--app", "a b"], "app is 'a b'; it must be a name, or look like module:object"),
@@ -288,7 +310,7 @@ def test_a_url_may_lack_its_scheme(given: str, url: str) -> None:
     check_url(url)
 
 
-@pytest.mark.parametrize("given", ["nowhere", "ftp://x", "a b:1", ""])
+@pytest.mark.parametrize("given", ["nowhere", "ftp://x", "a b:1"])
 def test_text_that_is_not_a_url_is_unchanged_and_refused(given: str) -> None:
     with pytest.raises(UsageError, match="it must look like http"):
         build(ChatConfig, {"url": given})

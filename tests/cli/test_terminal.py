@@ -9,7 +9,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from holdfast.cli.chat import COMMANDS, HELP, NAMED
+from holdfast.cli.chat import COMMANDS, NAMED
 from holdfast.cli.terminal import CommandCompleter, Words, blocks
 
 
@@ -59,10 +59,6 @@ def test_tab_completes_commands_and_names(typed: str, found: list[str]) -> None:
     completer = CommandCompleter(COMMANDS, NAMED, lambda: ["last", "sea", "south"])
     completions = completer.get_completions(Document(typed), CompleteEvent(completion_requested=True))
     assert [each.text for each in completions] == found
-
-
-def test_the_help_has_every_command() -> None:
-    assert all(command in HELP for command in COMMANDS)
 
 
 class TestWords:

@@ -277,7 +277,7 @@ def test_a_profile_measured_in_full_leaves_no_state_behind(tmp_path, own_cache, 
     directory = tmp_path / name
     module = write_tiny(directory, name)
     loop, info, profile, stages = start(with_target(directory), measure=True)
-    assert stages == ["measuring the device's pace"] and profile.measured
+    assert stages == ["measuring the device's pace, which takes a minute or two"] and profile.measured
     assert all(seconds > 0 for seconds in (*profile.cost.linear_seconds, *profile.cost.decode_seconds))
     whole = "the TBT target does not bind prompts, which the model cannot compute in chunks"
     assert (whole in info.executor_reason) != profile.rows.abilities.chunks

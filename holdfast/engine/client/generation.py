@@ -13,6 +13,7 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.checkpoint import read_json
 
 FILE = "generation_config.json"
+OVERRIDES = "override_generation_config"
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 COUNTS = ("top_k", "max_new_tokens")
 NOT_APPLIED: dict[str, tuple[Any, ...]] = {
@@ -74,12 +75,19 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
         log.warning("%s sets %s, which are not applied: tokens may differ from generate's", where, ignored)
     found = _read(given, where)
     if overrides is not None:
-        found |= _read(_object(overrides), "override_generation_config", strict=True)
+        own = _read(_object(overrides), OVERRIDES, strict=True)
+        _checked(own, OVERRIDES, "correct it")
+        found |= own
+    return _checked(found, where, "correct it, or leave it out with --generation-config none")
+
+
+def _checked(found: Mapping[str, Any], where: str, advice: str) -> GenerationDefaults:
+    """The defaults of these fields. Raises ValueError, naming where a value out of range stands, and what to do."""
     try:
         defaults = GenerationDefaults(**found)
         defaults.params()
     except ValueError as error:
-        raise ValueError(f"{where}: {error}; correct it, or leave it out with --generation-config none") from None
+        raise ValueError(f"{where}: {error}; {advice}") from None
     return defaults
 
 
@@ -98,9 +106,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"override_generation_config is not JSON: {error}") from None
+        raise ValueError(f"{OVERRIDES} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError('override_generation_config must be a JSON object, as in {"temperature": 0.5}')
+        raise ValueError(f'{OVERRIDES} must be a JSON object, as in {{"temperature": 0.5}}')
     return value
 
 

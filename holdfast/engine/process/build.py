@@ -107,6 +107,7 @@ if TYPE_CHECKING:
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
+MEASURING = "measuring the device's pace, which takes a minute or two"
 PARTS: tuple[type[PartBuilder], ...] = (
     HostTierBuilder,
     SleepBuilder,
@@ -527,7 +528,7 @@ def find_profile(site: Site, shape: EngineShape, stored: StoredProfiles) -> Pric
         found = None if order.measure else stored.find(Extent.of(site.config, shape), in_full=in_full)
         if found:
             return found
-        order.on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
+        order.on_progress(MEASURING if in_full else "estimating the device's pace")
         with order.stages.stage("profile"):
             if isinstance(device, PagedDevice | ManyDevice):
                 profile = make_profile(site.config, device, shape, in_full=in_full)

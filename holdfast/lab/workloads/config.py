@@ -21,6 +21,8 @@ DEFAULT_REQUESTS = 100
 """Default number of conversations in a generated workload."""
 NO_CONTRACTS = "none"
 """Value of the option `contract` with which no request asks for a contract."""
+MAX_COUNT = 10_000_000
+"""Bound of the number of conversations, and of their lengths in tokens. Conversations are held in memory."""
 MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
 """Bounds of the variation of arrivals. Beyond them, the gamma distribution leaves the range of floats."""
 
@@ -63,6 +65,8 @@ class WorkloadConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+            if value is not None and value > MAX_COUNT:
+                raise ValueError(f"{name} is {value}; it must be at most {MAX_COUNT:,}")
         if not 0 < self.think < float("inf"):
             raise ValueError(f"think is {self.think}; it must be above 0")
         if not MIN_VARIATION <= self.variation <= MAX_VARIATION:

@@ -12,6 +12,7 @@ import { Tree, asked, goesOn, isNew } from './tree.js';
 import { TurnView, filePart } from './turn.js';
 
 const NEAR_END = 90; // pixels from the end within which the thread follows the answer
+const SLOW = 500; // milliseconds after which a conversation that is not there yet is said to be on its way
 const SHORTCUTS = [
   ['Enter', 'Send'],
   ['Shift Enter', 'New line'],
@@ -213,11 +214,15 @@ class Chat {
       return;
     }
     this.column.replaceChildren();
+    const slow = setTimeout(() => {
+      if (run === this.run) this.column.replaceChildren(el('p', { class: 'muted notice' }, 'Loading the conversation…'));
+    }, SLOW);
     try {
       const told = await this.api.get(`/v1/conversations/${id}/turns`);
       if (run !== this.run) return;
       this.conversation ??= await this.api.get(`/v1/conversations/${id}`);
       if (run !== this.run) return;
+      clearTimeout(slow);
       this.tree = new Tree(told.turns, told.head);
       if (told.head) this.tree.choose(told.head);
       const running = told.turns.find((turn) => turn.running);
@@ -236,6 +241,7 @@ class Chat {
       }
     } catch (error) {
       if (run !== this.run) return;
+      clearTimeout(slow);
       this.column.replaceChildren(el('p', { class: 'error notice' }, error.message));
     }
   }

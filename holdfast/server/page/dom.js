@@ -114,13 +114,17 @@ export function download(name, text, type = 'text/plain') {
 
 const MOST_TOASTS = 4;
 
-/** Says something for a moment at the top of the page, where it covers no field and takes no click. */
-export function toast(text, kind = 'info') {
+/**
+ * Says something at the top of the page, where it covers no field and takes no click: for a moment, or until the returned
+ * element is removed if it `stays`.
+ */
+export function toast(text, kind = 'info', { stays = false } = {}) {
   const shown = el('div', { class: `toast ${kind}` }, text);
   const box = document.getElementById('toasts');
   box.append(shown);
   while (box.children.length > MOST_TOASTS) box.firstChild.remove();
-  setTimeout(() => shown.remove(), kind === 'error' ? 9000 : 3500);
+  if (!stays) setTimeout(() => shown.remove(), kind === 'error' ? 9000 : 3500);
+  return shown;
 }
 
 const FIELDS = ':is(input, select, textarea, button):enabled:not([hidden])';

@@ -13,12 +13,14 @@ export class Following {
     this.stopped = false; // the user wants it to stop
     this.told = false; // the server knows that
     this.left = false; // the page has turned away from it; it goes on being written
+    this.note = null; // says that the connection broke, until the answer goes on
     this.connection = new AbortController();
   }
 
   /** Turn away. A request that the server has not taken yet is not ended, or the message would be lost. */
   leave() {
     this.left = true;
+    this.note?.remove();
     if (this.id) this.connection.abort();
   }
 
@@ -35,6 +37,7 @@ export class Following {
       try {
         for await (const { data } of tries === 0 ? this.api.events(path, { ...options, signal }) : this.api.events(again, { signal })) {
           tries = 0;
+          this.note?.remove();
           if (data.type === 'error') throw new Error(data.message);
           number = data.sequence_number;
           if (data.type === 'response.created') this.id = data.response.id;
@@ -44,8 +47,11 @@ export class Following {
         }
         throw new Error(this.id ? 'The stream ended before the answer' : 'The server ended the answer before it began');
       } catch (error) {
-        if (this.left || this.id === null || tries >= TRIES || error.status < 500) throw error;
-        if (tries === 1) toast('The connection broke. Connecting again…');
+        if (this.left || this.id === null || tries >= TRIES || error.status < 500) {
+          this.note?.remove();
+          throw error;
+        }
+        if (tries === 1) this.note = toast('The connection broke. Connecting again…', 'info', { stays: true });
         await new Promise((resume) => setTimeout(resume, 400 * 2 ** tries));
       }
     }

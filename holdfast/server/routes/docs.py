@@ -29,6 +29,18 @@ NARROW = "<meta name=viewport content='width=device-width, initial-scale=1'>"
 """Tag for telephones, which would draw the page as wide as on a desktop, and small."""
 
 
+MODELS = "Models, answers, conversations, files (OpenAI's, Anthropic's and Cohere's APIs, with extensions)"
+GROUPS = {
+    "/v1/": MODELS,
+    "/v2/rerank": MODELS,
+    "/v2": "Applications of cells (Open Inference Protocol)",
+    "/api/v1/": "Training from a script (Tinker's API)",
+    "/api/": "Ollama's API",
+    "/": "The server, and short forms of other programs",
+}
+"""Headings of the routes by the beginning of their paths, in the order of the page. The first one that fits counts."""
+
+
 def add_docs_route(app: FastAPI) -> None:
     """Add GET /docs."""
     style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
@@ -53,10 +65,16 @@ def pieces(document: dict[str, Any]) -> Iterator[str]:
     yield f"<h1>{title}</h1><p>{html.escape(document['info'].get('summary', ''))}</p>"
     if "security" in document:
         yield "<p>Requests need a key: <code>Authorization: Bearer KEY</code>.</p>"
-    for path, item in sorted(document["paths"].items()):
-        for method in METHODS:
-            if (operation := item.get(method)) is not None:
-                yield from entry(method.upper(), path, operation)
+    groups: dict[str, list[str]] = {heading: [] for heading in GROUPS.values()}
+    for path in sorted(document["paths"]):
+        groups[next(heading for beginning, heading in GROUPS.items() if path.startswith(beginning))].append(path)
+    for heading, paths in groups.items():
+        if paths:
+            yield f"<h2>{html.escape(heading)}</h2>"
+        for path in paths:
+            for method in METHODS:
+                if (operation := document["paths"][path].get(method)) is not None:
+                    yield from entry(method.upper(), path, operation)
     yield "<h2>Schemas</h2>"
     for name, schema in document["components"]["schemas"].items():
         yield f"<details id='{html.escape(name)}'><summary>{html.escape(name)}</summary>{as_json(schema)}</details>"

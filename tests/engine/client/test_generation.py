@@ -52,6 +52,13 @@ def test_overrides_replace_fields_of_the_file(directory):
     assert find_generation(directory, "none", '{"min_p": 0.1}').sampling == {"min_p": 0.1}
 
 
+def test_an_override_may_replace_a_value_of_the_file_that_is_out_of_range(directory):
+    (directory / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p is 1.5; .* --generation-config none"):
+        find_generation(directory, overrides='{"temperature": 0.5}')
+    assert find_generation(directory, overrides='{"top_p": 0.5}').top_p == 0.5
+
+
 def test_a_file_that_says_not_to_sample_means_greedy(directory):
     (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.9}')
     assert find_generation(directory).temperature == 0.0
@@ -65,8 +72,8 @@ def test_a_file_that_says_not_to_sample_means_greedy(directory):
         ('{"temprature": 1}', "has temprature; it may have temperature,"),
         ('{"top_p": "high"}', "top_p is 'high'; it must be a number"),
         ('{"top_k": 1.5}', "top_k is 1.5; it must be a number"),
-        ('{"top_p": 1.5}', "top_p is 1.5; it must lie above 0"),
-        ('{"max_new_tokens": 0}', "max_tokens is 0"),
+        ('{"top_p": 1.5}', "^override_generation_config: top_p is 1.5; it must lie above 0 .*; correct it$"),
+        ('{"max_new_tokens": 0}', "^override_generation_config: max_tokens is 0"),
     ],
 )
 def test_an_invalid_field_is_refused_by_its_name(directory, overrides, reason):

@@ -250,6 +250,57 @@ def test_what_the_user_opened_or_writes_stays_when_an_answer_ends(opened: Any, s
     expect_questions(page, "first", "second")
 
 
+def test_a_conversation_that_is_slow_to_come_is_said_to_be_loading(opened: Any) -> None:
+    page = opened()
+    say(page, "hello")
+    held: list[Any] = []
+    page.route("**/turns", lambda route: held.append(route))
+    page.reload()
+    page.wait_for_selector(".thread .notice:has-text('Loading the conversation…')")
+    page.locator(".new").click()
+    page.wait_for_selector(".welcome")
+    assert page.locator(".notice").count() == 0
+    page.locator(".row", has_text="hello").first.click()
+    page.wait_for_selector(".thread .notice:has-text('Loading the conversation…')")
+    for route in held:
+        route.continue_()
+    expect_questions(page, "hello")
+    assert page.locator(".notice").count() == 0
+
+
+def test_a_broken_connection_is_named_until_the_answer_goes_on(opened: Any) -> None:
+    page = opened()
+    page.clock.install()
+    held: list[Any] = []
+    breaks = 2  # The page names a break once the first new connection has failed as well.
+
+    def begin(route: Any) -> None:
+        response = route.fetch(post_data={**route.request.post_data_json, "stream": False}).json()
+        event = {"type": "response.created", "sequence_number": 0, "response": response}
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(event)}\n\n")
+
+    def again(route: Any) -> None:
+        nonlocal breaks
+        if breaks:
+            breaks -= 1
+            route.fulfill(content_type="text/event-stream", body="")
+        else:
+            held.append(route)
+
+    page.route(re.compile("/v1/responses$"), begin)
+    page.route(re.compile(r"/v1/responses/\w+\?stream=true"), again)
+    page.fill(".message", "hello")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".toast:has-text('The connection broke. Connecting again…')")
+    while not held:
+        page.wait_for_timeout(50)
+    page.clock.fast_forward(60_000)
+    assert page.locator(".toast").count() == 1, "it is still true"
+    held[0].continue_()
+    answered(page)
+    assert page.locator(".toast").count() == 0 and page.inner_text(".turn .markdown") == "Ahoy, sailor!"
+
+
 def test_a_text_is_copied_where_the_browser_has_no_clipboard_interface(opened: Any, server: Any) -> None:
     page = opened()
     page.evaluate("delete Navigator.prototype.clipboard")  # as on a page of another machine without TLS

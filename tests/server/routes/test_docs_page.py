@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import httpx
@@ -22,6 +23,20 @@ async def test_the_page_of_routes_needs_no_key_and_loads_nothing(http: Http, key
     assert all(f"<code>{path}</code>" in page.text for path in paths)
     assert "<code>/openapi.json</code> is the same for programs." in page.text and "name=viewport" in page.text
     assert ("Bearer KEY" in page.text) is bool(keys)
+
+
+async def test_the_page_of_routes_begins_with_openais_and_has_each_once_below_a_heading(http: Http) -> None:
+    async with http() as api:
+        page = (await api.get("/docs")).text
+        paths = (await api.get("/openapi.json")).json()["paths"]
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert [heading.split()[0] for heading in headings] == ["Models,", "Training", "Ollama&#x27;s", "The", "Schemas"]
+    _, models, training, ollama, server, _ = page.split("<h2>")
+    assert "<code>/v1/chat/completions</code>" in models and "<code>/v2/rerank</code>" in models
+    assert "<code>/api/v1/optim_step</code>" in training and "<code>/api/chat</code>" in ollama
+    assert "<code>/health</code>" in server and "<code>/</code>" in server
+    shown = [f"<b>{method.upper()}</b> <code>{path}</code>" for path, item in paths.items() for method in item]
+    assert all(page.count(each) == 1 for each in shown)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])

@@ -97,7 +97,7 @@ def not_applied(given: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"override_generation_config is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError('override_generation_config must be a JSON object, as in {"temperature": 0.5}')

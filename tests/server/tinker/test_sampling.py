@@ -491,6 +491,7 @@ async def test_a_sample_that_ends_while_it_is_read_is_not_lost(tmp_path: Path) -
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(futures, "begin", begin)
             assert (await api.sample(sampler)).json()["request_id"] == id
+        await until(lambda: not api.samplers._running)
         assert len(api.client.asked) == 1, "it is computed once"
         first, get = [stale], futures.get
 

@@ -137,7 +137,7 @@ class ApiError(Exception):
         the status says otherwise. `details` are further fields of the error's object.
         """
         if len(message) > MOST_MESSAGE:
-            message = f"{message[:MOST_MESSAGE]} …"
+            message = f"{message[: MOST_MESSAGE - 2]} …"
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after = retry_after if retry_seconds is None else max(1, math.ceil(retry_seconds))

@@ -78,7 +78,7 @@ def read_saved(directory: Path, shape: SavedShape, elements: int) -> Saved:
     try:
         text, body = read_framed(directory / SAVED_FILE, SAVED)
         header = msgspec.json.decode(text, type=_Header)
-    except (OSError, RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"the saved state cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for name in SavedShape.__struct_fields__:
         theirs, ours = getattr(header.shape, name), getattr(shape, name)

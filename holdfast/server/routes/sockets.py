@@ -202,7 +202,7 @@ class Socket:
         try:
             await self._app(scope, receive, reply.take)
         except Exception as error:  # The connection has other turns.
-            if self._gone.is_set():
+            if self._gone.is_set() and isinstance(error, OSError):
                 return
             log.error("a turn on a WebSocket failed", exc_info=error)
         if not 200 <= reply.status < 400:

@@ -107,7 +107,7 @@ class Place:
             raise UsageError(f"{self.source} has no lines")
         try:
             url = msgspec.json.decode(first, type=dict[str, Any]).get("url")
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise UsageError(f"the first line of {self.source} is not a request in JSON: {error}") from None
         if url not in REQUESTS:
             reason = f"the first line of {self.source} names none of {', '.join(REQUESTS)} as its url"

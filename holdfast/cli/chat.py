@@ -501,5 +501,5 @@ class Bookmarks:
             return msgspec.json.decode(read_bytes(path), type=dict[str, dict[str, Bookmark]])
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise ChatError(f"{path} cannot be read: {error}") from None

@@ -76,7 +76,7 @@ def read_mark(path: Path, place: Stopped) -> Mark | None:
         raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
     except IsADirectoryError:
         raise UsageError(f"{place.partial} was begun without --url; go on so, or delete it") from None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         raise UsageError(f"{place.partial} is not from a stopped run; choose another --out, or delete it") from None
     if mark.digest != place.digest:
         raise UsageError(f"{place.given} has changed since {place.partial} was begun; delete that to begin anew")

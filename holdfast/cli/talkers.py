@@ -218,7 +218,7 @@ def answer_of(response: httpx.Response) -> dict[str, Any]:
         raise ChatError(reason_of(response.status_code, response.content))
     try:
         return msgspec.json.decode(response.content, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         raise ChatError(f"{response.url} answers, but not as a server with OpenAI's API does") from None
 
 
@@ -237,7 +237,7 @@ async def server_events(
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         yield json.loads(line[5:])
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ChatError("the server sent an event that is not OpenAI's") from None
 
 
@@ -299,5 +299,5 @@ def reason_of(status: int, body: bytes) -> str:
     """Return the reason for a server's error reply: its own message if it has one."""
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, RecursionError, LookupError, TypeError):
         return f"the server answered with status {status}"

@@ -104,7 +104,7 @@ def lacks(directory: Path, weights: bool) -> str | None:
         names.append(INDEX)
         try:
             names += sorted({str(name) for name in json.loads(read_text(directory / INDEX))["weight_map"].values()})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError):
             names.append(SINGLE)
     return next((name for name in names if not (directory / name).is_file()), None)
 

@@ -63,6 +63,8 @@ HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])")
 HALF_BYTES = 12
 """Number of bytes that a surrogate pair takes in JSON."""
 MAX_STOP_CHARACTERS = 1024
+MOST_MESSAGE = 2048
+"""Maximum number of characters of an error's message. A longer one repeats a long text of the client."""
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
@@ -137,6 +139,8 @@ class ApiError(Exception):
         With `retry_seconds`, that number is known more precisely. `final` says that trying again is of no use, although
         the status says otherwise. `details` are further fields of the error's object.
         """
+        if len(message) > MOST_MESSAGE:
+            message = f"{message[: MOST_MESSAGE - 2]} …"
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after = retry_after if retry_seconds is None else max(1, math.ceil(retry_seconds))

@@ -133,6 +133,7 @@ def _read(path: Path) -> list[dict[str, str]]:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes; at most {MOST_BYTES} are read")
         file = convert(yaml.safe_load(read_text(path)), _File)
+        "".join((file.instructions, *(message.content for message in file.messages))).encode()  # no half of a pair
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError, ValueError, RecursionError) as error:
         raise ValueError(f"prompts has {path}, which cannot be read: {' '.join(str(error).split())}") from None
     said = [{"role": message.role, "content": message.content} for message in file.messages]

@@ -49,7 +49,7 @@ def read_toolset(
     mode, allowed = _read_choice(choice, chosen, api, remote or {})
     for name in sorted(allowed or ()):
         if name not in known and not awaited:
-            raise invalid(f"{chosen} names {name}, which is none of the {where}", chosen)
+            raise invalid(f"{chosen} names {name[:64]}, which is none of the {where}", chosen)
     if mode == "required" and not (found or awaited):
         raise invalid(f"{chosen} asks for a call, and there are no {where}", chosen)
     if mode == "none" or not found:

@@ -186,7 +186,7 @@ class TrainingJob:
             given: Mapping[str, Any] = values.pop("hyperparameters")
             chosen = Hyperparameters(**{**given, "modules": tuple(given["modules"])})
             return cls(hyperparameters=chosen, **values)
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, RecursionError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a job: {error}") from None
 
     def digest(self) -> bytes:

@@ -21,6 +21,7 @@ from holdfast.cli import batch
 from holdfast.cli.batch import BatchConfig
 from holdfast.cli.command import main
 from holdfast.cli.flags import CommandError, UsageError
+from holdfast.cli.stopped import MARK
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.lm.config import EngineConfig
 
@@ -133,6 +134,8 @@ async def test_a_server_that_is_not_there_is_reported(tmp_path: Path) -> None:
         (["bad.jsonl"], "the first line of bad.jsonl is not a request in JSON: "),
         (["empty.jsonl"], "empty.jsonl has no lines"),
         (["cut.jsonl"], "the first line of cut.jsonl is not a request in JSON: Input data was truncated"),
+        (["deep.jsonl"], "the first line of deep.jsonl is not a request in JSON: "),
+        (["in.jsonl", "--out", "begun.jsonl"], "begun.jsonl.partial is not from a stopped run"),
     ],
 )
 def test_a_wrong_command_ends_with_2_and_a_reason(
@@ -148,6 +151,9 @@ def test_a_wrong_command_ends_with_2_and_a_reason(
     (tmp_path / "other.jsonl").write_bytes(b'{"url": "/v1/other"}\n')
     (tmp_path / "cut.jsonl").write_bytes(b'{"url": "/v1/comp')
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
+    (tmp_path / "deep.jsonl").write_bytes(b'{"a":' * 100_000)
+    (tmp_path / "begun.jsonl.partial").mkdir()
+    (tmp_path / "begun.jsonl.partial" / MARK).write_bytes(b'{"a":' * 100_000)
     assert main(["batch", *words]) == 2
     assert reason in capsys.readouterr().err
 

@@ -29,9 +29,12 @@ from holdfast.cli.talkers import (
     Settings,
     Talker,
     Turn,
+    answer_of,
     connect,
     piece_of,
     piece_of_response,
+    reason_of,
+    server_events,
 )
 from holdfast.engine.client.stream import Usage
 from holdfast.lm.config import EngineConfig
@@ -162,8 +165,9 @@ async def test_an_error_in_saving_or_loading_is_shown(tmp_path: Path) -> None:
     echo.error = ChatError("it was deleted")
     assert "it was deleted" in await talk.hear("/load sea")
     assert talk.it.head is None
-    (tmp_path / "chats.json").write_text("{")
-    assert "cannot be read" in await talk.hear("/conversations")
+    for damage in ("{", '{"sea":' * 100_000):
+        (tmp_path / "chats.json").write_text(damage)
+        assert "cannot be read" in await talk.hear("/conversations")
 
 
 async def test_a_failed_turn_leaves_the_conversation_unchanged(tmp_path: Path) -> None:
@@ -376,3 +380,16 @@ def test_an_event_that_is_not_openais_raises_chat_error(event: dict[str, Any]) -
 def test_a_failed_response_raises_chat_error_with_its_reason() -> None:
     with pytest.raises(ChatError, match="the engine has stopped"):
         piece_of_response({"type": "response.failed", "response": {"error": {"message": "the engine has stopped"}}})
+
+
+async def test_answers_and_events_that_nest_too_deeply_are_no_ones_of_openai() -> None:
+    deep = b'{"a":' * 100_000
+    request = httpx.Request("GET", "http://server/v1/models")
+    with pytest.raises(ChatError, match="not as a server with OpenAI's API"):
+        answer_of(httpx.Response(200, content=deep, request=request))
+    assert reason_of(500, deep) == "the server answered with status 500"
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"data: " + deep + b"\n\n"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        with pytest.raises(ChatError, match="an event that is not OpenAI's"):
+            async for _ in server_events(http, "responses", {}):
+                pass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.hub import is_id, lacks
+from holdfast.engine.hub import INDEX, SINGLE, is_id, lacks
 from tests.checkpoints import make
 from tests.fake_hub import COMMIT, FakeHub, fake_hub
 
@@ -88,6 +88,10 @@ def test_random_weights_take_no_weights_and_those_are_fetched_when_they_are_need
     assert name == "mine" and not list(Path(directory).glob("*.safetensors"))
     assert find("made/sharded", tmp_path, hub.url).returncode == 0
     assert lacks(Path(directory), weights=True) is None
+    index = Path(directory) / INDEX
+    index.unlink()  # a link into the cache
+    index.write_text("[" * 100_000)
+    assert lacks(Path(directory), weights=True) == SINGLE, "an index that cannot be read names no file"
 
 
 def test_an_unavailable_model_is_reported_with_the_way_out(hub: FakeHub, tmp_path: Path) -> None:

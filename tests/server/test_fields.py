@@ -14,7 +14,7 @@ from fake_engine import FakeClient
 
 from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, Grammar
 from holdfast.server.bad_words import word_tokens
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import MOST_MESSAGE, ApiError
 
 Http = Callable[..., httpx.AsyncClient]
 
@@ -431,6 +431,29 @@ async def test_a_refusal_is_an_input_of_responses_and_only_of_the_assistant(http
     for message in ({"refusal": 5}, {"content": "Well, ", "refusal": "no"}):
         error = await refused(http, CHAT, {"messages": [{"role": "assistant", **message}]})
         assert error["param"] == "messages[0].refusal"
+
+
+LONG = "x" * 400_000
+TAGGED = {"type": "triggered_tags", "triggers": ["<f"], "tags": [{"begin": LONG, "content": {"type": "any_text"}}]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}],
+         "tool_choice": {"type": "function", "function": {"name": LONG}}},
+        {"structured_outputs": {"structural_tag": {"format": TAGGED}}},
+        {"structured_outputs": {"structural_tag": {"structures": [{"begin": LONG, "schema": {}, "end": "."}],
+                                                   "triggers": ["<f"]}}},
+    ],
+)  # fmt: skip
+async def test_an_error_does_not_repeat_a_long_text(http: Http, body: dict[str, Any]) -> None:
+    message = (await refused(http, CHAT, body))["message"]
+    assert "xxxx" in message and len(message) < 300
+
+
+def test_the_message_of_an_error_is_bounded() -> None:
+    assert len(ApiError(LONG).body()["error"]["message"]) == MOST_MESSAGE
 
 
 async def test_a_body_may_begin_with_a_byte_order_mark(http: Http) -> None:

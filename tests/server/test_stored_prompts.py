@@ -111,6 +111,7 @@ async def test_what_cannot_be_filled_is_refused(
         ("a.yaml", "messages: [{role: tool, content: x}]", "Invalid enum value 'tool'"),
         ("a.yaml", "text: x", "unknown field `text`"),
         ("a.yaml", "a: [", "cannot be read"),
+        ("a.yaml", 'instructions: "\\ud800"', "surrogates not allowed"),
         ("a/1.json", '{"instructions": 3}', "cannot be read"),
     ],
 )

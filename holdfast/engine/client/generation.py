@@ -105,7 +105,7 @@ def not_applied(given: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{OVERRIDES} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f'{OVERRIDES} must be a JSON object, as in {{"temperature": 0.5}}')

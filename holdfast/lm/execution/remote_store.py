@@ -128,6 +128,10 @@ class RemoteStore:
         except (redis.RedisError, OSError) as error:
             self.trouble = str(error).rstrip(".") or type(error).__name__
             return None
+        except (ValueError, TypeError, AttributeError, RecursionError):  # the client's, for what no Redis answers
+            self._client.connection_pool.disconnect(inuse_connections=False)  # the rest of the answer may follow
+            self.trouble = "the answer is not in Redis's protocol"
+            return None
         if refused := [answer for answer in answers if isinstance(answer, Exception)]:
             self.trouble = str(refused[0]).rstrip(".") or type(refused[0]).__name__
         return answers

@@ -97,6 +97,6 @@ def tags_grammar(structures: Sequence[tuple[str, Schema, str]], triggers: Sequen
     for begin, schema, end in structures:
         trigger = next((each for each in triggers if each and begin.startswith(each)), None)
         if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}; give one that does")
+            raise ValueError(f"no trigger begins {begin[:64]!r}; give one that does")
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=laid_out(schema), end=end))
     return Grammar("lark", StructTag.to_grammar(tags, assume_special=False))

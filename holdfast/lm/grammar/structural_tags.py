@@ -303,7 +303,7 @@ class _Writer:
             begin = _text(tag, "begin", place)
             trigger = next((each for each in triggers if each and begin.startswith(each)), None)
             if trigger is None:
-                raise ValueError(f"no trigger of {path} begins {begin!r}; give one that does")
+                raise ValueError(f"no trigger of {path} begins {begin[:64]!r}; give one that does")
             inside = self._inside(tag, place)
             bodies.setdefault(trigger, []).append(
                 self.joined((*self._fixed(begin.removeprefix(trigger)), *inside), last=False)

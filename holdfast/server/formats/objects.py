@@ -141,7 +141,7 @@ class CallObject:
             return
         try:
             value = json.loads(self._value)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.failed = True
             return
         self._value = ""

@@ -78,7 +78,7 @@ class OllamaShape(Shape):
         self.call = []
         try:
             arguments = msgspec.json.decode("".join(written) or "{}", type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             arguments = {}
         return {"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 

@@ -67,7 +67,7 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = without_azure(self.without_root(scope))
+        scope = without_azure(without_root(scope, self.root_path))
         id = request_id(scope)
         state: dict[str, Any] = scope.setdefault("state", {})
         began, status, size = time.monotonic(), LEFT, 0
@@ -106,12 +106,12 @@ class Edge:
             parts = slow_fields(ended, spent)
             slow_log.warning(slow_line(ended, parts), extra=fields(**ended.fields, **parts))
 
-    def without_root(self, scope: Scope) -> Scope:
-        """Return the scope without the root path, which the proxy may already have removed."""
-        root = self.root_path
-        if not root or not f"{scope['path']}/".startswith(f"{root}/"):
-            return scope
-        return {**scope, "path": scope["path"][len(root) :] or "/"}
+
+def without_root(scope: Scope, root: str) -> Scope:
+    """Return the scope without the root path, which the proxy may already have removed."""
+    if not root or not f"{scope['path']}/".startswith(f"{root}/"):
+        return scope
+    return {**scope, "path": scope["path"][len(root) :] or "/"}
 
 
 def without_azure(scope: Scope) -> Scope:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.protocol import ApiError, invalid, read_object
 from holdfast.server.replies import encode
-from holdfast.server.routes.edge import without_azure
+from holdfast.server.routes.edge import without_azure, without_root
 from holdfast.server.sockets import CHECK, OpenSockets
 
 log = logging.getLogger("holdfast.server")
@@ -61,11 +61,9 @@ class Sockets:
             await self._app(scope, receive, send)
             return
         await receive()  # The handshake.
+        scope = without_azure(without_root(scope, self._root))
         path = scope["path"]
-        if self._root and path.startswith(f"{self._root}/"):
-            path = path[len(self._root) :]
-        scope = without_azure({**scope, "path": path})
-        if scope["path"].rstrip("/") != PATH:
+        if path.rstrip("/") != PATH:
             await refuse(ApiError(f"there is no WebSocket at {path[:128]}", status=404, code="not_found"), send)
             return
         state, refusal = await self._admitted(scope)
@@ -204,9 +202,9 @@ class Socket:
 
         try:
             await self._app(scope, receive, reply.take)
-        except OSError:  # The client has left.
-            return
         except Exception as error:  # The connection has other turns.
+            if self._gone.is_set() and isinstance(error, OSError):
+                return
             log.error("a turn on a WebSocket failed", exc_info=error)
         if not 200 <= reply.status < 400:
             self._forget_previous(body)
@@ -224,8 +222,12 @@ class Socket:
     async def _event(self, event: Mapping[str, Any], lane: str | None) -> None:
         """Send one event. A client that reads slowly holds up its own connection only."""
         text = encode(event if lane is None else {**event, "stream_id": lane}).decode()
-        async with self._sending:
-            await self._send({"type": "websocket.send", "text": text})
+        try:
+            async with self._sending:
+                await self._send({"type": "websocket.send", "text": text})
+        except OSError:
+            self._gone.set()
+            raise
 
 
 class Reply:

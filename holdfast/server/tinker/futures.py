@@ -155,8 +155,10 @@ class Futures:
             while True:
                 future = await self.get(tenant, id)
                 left = deadline - time.monotonic()
-                if future.state != "pending" or left <= 0 or self._closed or lost(future):
+                if future.state != "pending" or left <= 0 or self._closed:
                     return future
+                if lost(future):
+                    return await self.get(tenant, id)  # It may have ended here since it was read.
                 try:
                     async with asyncio.timeout(min(left, look)):
                         await event.wait()

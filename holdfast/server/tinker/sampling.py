@@ -195,6 +195,8 @@ class Samplers:
         future, new = await self._futures.begin(
             tenant, item, wanted.seq_id or 0, KIND, digest, detail={"owner": self._owner.id}
         )
+        if not new and self.lost(future):
+            future = await self._futures.get(tenant, future.id)  # It may have ended here since it was read.
         if not new and not self.lost(future):
             return future, RequestUsage(), None
         usage = RequestUsage()

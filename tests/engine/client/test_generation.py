@@ -68,6 +68,7 @@ def test_a_file_that_says_not_to_sample_means_greedy(directory):
     ("overrides", "reason"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1]", "must be a JSON object"),
         ('{"temprature": 1}', "has temprature; it may have temperature,"),
         ('{"top_p": "high"}', "top_p is 'high'; it must be a number"),

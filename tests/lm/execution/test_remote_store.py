@@ -1,6 +1,7 @@
 """The remote tier over a Redis service in this process: blocks that engines share, and a service that fails."""
 
 import socket
+import socketserver
 import threading
 import time
 
@@ -115,6 +116,22 @@ def test_a_service_that_is_not_there_is_an_outcome_and_takes_no_time():
     assert store.probe(blocks(1)) == store.write(blocks(1), data(1)) == store.read(blocks(1), data(1)) == ["failed"]
     assert time.monotonic() - began < 20
     store.close()
+
+
+@pytest.mark.parametrize("answer", [b"*many\r\n", b":1x\r\n", b"*1\r\n" * 9999 + b":1\r\n", b",x\r\n", b"_\r\n"])
+def test_an_answer_that_is_not_redis_s_is_an_outcome(answer):
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self):
+            while self.request.recv(1 << 16):
+                self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = RemoteStore(f"redis://127.0.0.1:{server.server_address[1]}/0", SIZE, IDENTITY)
+        outcomes = [store.check(), *store.write(blocks(1), data(1))]
+        store.close()
+        server.shutdown()
+    assert outcomes == ["failed", "failed"] and store.trouble
 
 
 def test_a_check_says_whether_the_service_takes_writes_and_why_not(url, monkeypatch):

@@ -227,6 +227,12 @@ def test_a_string_in_xml_is_streamed() -> None:
     assert parser.push("three") == [Arguments("\\nthree")]
 
 
+def test_a_name_that_nests_too_deeply_is_text() -> None:
+    text = f'<tool_call>{{"name": {"[" * 100_000}{"]" * 100_000}, "arguments": {{}}}}</tool_call>'
+    (said,) = joined(AnswerReader(tagged()).push(text, last=True))
+    assert isinstance(said, Said) and said.text.startswith('<tool_call>{"name": [[[')
+
+
 def test_only_the_first_call_counts_without_parallel_calls() -> None:
     reader = AnswerReader(tagged(), one_call=True)
     text = f"<tool_call>{WEATHER}</tool_call><tool_call>{WEATHER}</tool_call>Done"

@@ -88,6 +88,16 @@ async def test_calls_are_whole_and_their_results_find_them(http: Http, client: F
     assert "[now {'zone': 'utc'} call_0]<tool>noon" in "".join(map(chr, client.asked[-1].prompt))
 
 
+async def test_arguments_that_nest_too_deeply_are_empty(http: Http, client: FakeClient) -> None:
+    client.text = FakeText(template="{{ tools }}<tool_call>")
+    nested = "[" * 100_000 + "]" * 100_000
+    client.words = ("<tool_call>", '{"name": "now", "arguments": {"zone": ', nested, "}}", "</tool_call>")
+    async with http() as api:
+        *pieces, last = lines_of(await api.post(CHAT, json={**HELLO, "tools": [TOOL]}))
+    calls = [call for piece in pieces for call in piece["message"].get("tool_calls", ())]
+    assert calls == [{"function": {"name": "now", "arguments": {}}}] and last["done"]
+
+
 async def test_log_probabilities_are_told_when_asked(http: Http) -> None:
     async with http() as api:
         asked = {**HELLO, "logprobs": True, "top_logprobs": 2, "stream": False}

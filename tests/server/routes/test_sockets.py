@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -146,6 +147,26 @@ async def test_an_error_is_an_event_and_the_connection_goes_on(server: Listening
     ]  # fmt: skip
     assert (errors[2].stream_id, errors[3].error.code) == ("a", "invalid_json")
     assert fine.output_text == ANSWER
+
+
+async def test_an_error_of_the_system_is_an_event(server: Listening, client: FakeClient) -> None:
+    def encode(*args: Any, **options: Any) -> list[int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with connected(server) as connection:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client.text, "encode", encode)
+            failed = await turn(connection, input="x")
+        fine = await turn(connection, input="hello")
+    assert (failed.status, failed.error.code, fine.output_text) == (500, "internal_error", ANSWER)
+
+
+async def test_azures_path_has_the_same_turns(server: Listening) -> None:
+    azure = f"{server.url.replace('http', 'ws')}/openai/v1/responses?api-version=preview"
+    async with websockets.connect(azure, additional_headers={"api-key": "one"}) as connection:
+        await connection.send('{"type": "response.create", "model": "tiny", "input": "hello"}')
+        first = json.loads(await connection.recv())
+    assert first["type"] == "response.created"
 
 
 async def test_a_long_event_is_taken(server: Listening, client: FakeClient) -> None:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_engine import END, FakeClient, engine_info
+from msgspec.structs import replace
 
 from holdfast.core.types import BATCH_CLASS
 from holdfast.engine.client.connection import QueueFull
@@ -25,7 +26,7 @@ from holdfast.server.tinker.protos import MEDIA, messages
 from holdfast.server.tinker.sampler_weights import SamplerWeights
 from holdfast.server.tinker.sampling import Samplers
 from holdfast.server.tinker.tables import CheckpointTable, FutureTable
-from holdfast.server.tinker.values import Checkpoint
+from holdfast.server.tinker.values import Checkpoint, Future
 
 KIND = {"content-type": "application/json"}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [65, 66]}, {"type": "encoded_text", "tokens": [67]}]}
@@ -472,6 +473,34 @@ async def test_a_sample_of_an_ended_server_is_lost_until_its_client_sends_it_aga
         assert (await api.sample(sampler)).json() == promised
         assert len((await api.result(promised["request_id"])).sequences) == 1
         assert client.asked[0].params.seed == api.client.asked[0].params.seed, "it draws the same tokens"
+
+
+async def test_a_sample_that_ends_while_it_is_read_is_not_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        sampler = await api.sampler()
+        id = (await api.sample(sampler)).json()["request_id"]
+        await api.result(id)
+        await until(lambda: not api.samplers._running)
+        futures = api.samplers._futures
+        ended = await futures.get("", id)
+        stale = replace(ended, state="pending")
+
+        async def begin(*args: Any, **more: Any) -> tuple[Future, bool]:
+            return stale, False
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(futures, "begin", begin)
+            assert (await api.sample(sampler)).json()["request_id"] == id
+        await until(lambda: not api.samplers._running)
+        assert len(api.client.asked) == 1, "it is computed once"
+        first, get = [stale], futures.get
+
+        async def read(tenant: str, id: str) -> Future:
+            return first.pop() if first else await get(tenant, id)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(futures, "get", read)
+            assert len((await api.result(id)).sequences) == 1
 
 
 async def test_malformed_samples_are_4xx_and_leave_nothing_behind(tmp_path: Path) -> None:

@@ -293,7 +293,16 @@ class TuningHandler(Handler):
         self._read(number, job, self._prepare)
 
     def _read(self, number: int, start: Any, prepare: Callable[[Any], Any]) -> None:
-        reading = self._submit(lambda: prepare(start))
+        def work() -> Any:
+            try:
+                return prepare(start)
+            except ValueError:
+                raise
+            except Exception as error:  # A damaged file of one job must not end the engine, at each start again.
+                log.exception("holdfast: job %s cannot be read", start.id)
+                raise ValueError(f"the files of job {start.id} cannot be read: {type(error).__name__}") from None
+
+        reading = self._submit(work)
         self._reading.append((number, start, reading))
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:

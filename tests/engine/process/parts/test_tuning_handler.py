@@ -1,7 +1,8 @@
-"""TuningHandler: the micro-batch that it chooses for a job, and a DoRA that the engine could not serve."""
+"""TuningHandler: the micro-batch that it chooses for a job, and the jobs that it refuses."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from math import inf
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
-from holdfast.lm.parts.tuning.messages import JobStart
-from holdfast.training.data import EXAMPLES_FILE, write_examples
+from holdfast.lm.parts.tuning.messages import JobRefused, JobStart
+from holdfast.training.data import EXAMPLES_FILE, digest_of, write_examples
 from holdfast.training.jobs import Hyperparameters
+from holdfast.training.state import JOB_FILE
 
 
 def rules_of(target: float | None = None, bound: float = 1.0, *, takes_dora: bool = True) -> TuningRules:
@@ -81,3 +83,30 @@ def test_a_dora_is_refused_before_it_is_trained_where_it_could_not_be_served(tak
     with nullcontext() if takes_dora else refused:
         handler._prepare(job)
     assert prepared == [tmp_path] * takes_dora
+
+
+@pytest.mark.parametrize(
+    "damage", [b"[" * 100_000, b"\xff", b'{"hyperparameters": {"modules": 1}}', b'{"id": "j", "hyperparameters": 0}']
+)
+def test_a_job_with_a_damaged_file_is_refused_and_the_engine_goes_on(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / JOB_FILE).write_bytes(damage)
+    assert_refused(tmp_path, SimpleNamespace(add=None))
+
+
+def test_a_job_that_cannot_be_prepared_is_refused_and_the_engine_goes_on(tmp_path: Path) -> None:
+    def prepare(directory: Path, known: int) -> None:
+        raise KeyError("rank")
+
+    write_examples(tmp_path / EXAMPLES_FILE, [([1, 2, 3], [1.0] * 3)])
+    assert_refused(tmp_path, SimpleNamespace(add=None, prepare=prepare))
+
+
+def assert_refused(directory: Path, trainer: Any) -> None:
+    came = threading.Event()
+    handler = TuningHandler(None, trainer, None, rules_of(), Notice(came.set))  # type: ignore[arg-type]
+    examples = directory / EXAMPLES_FILE
+    digest = digest_of(examples) if examples.exists() else "d"
+    handler.start(1, JobStart(id="j", directory=str(directory), name="n", data_digest=digest, micro_batch=16))
+    assert came.wait(60)
+    refused = next(handler.answers())
+    assert isinstance(refused, JobRefused) and refused.number == 1 and refused.reason

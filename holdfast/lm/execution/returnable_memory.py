@@ -339,6 +339,8 @@ class SleepMemory:
             for each in self._of("weights"):
                 each.release(keep=False)
             raise
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what reading took besides the weights
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -264,7 +264,7 @@ class SplitEngine:
                 self._open[number] -= len(some)
         if self._clock:
             self._seconds["receive"] += self._clock() - began
-        return CellOutputs(groups) if groups else outputs
+        return [*CellOutputs(groups), *outputs] if outputs else CellOutputs(groups)
 
     def drain(self) -> None:
         self._processes.ask("drain")

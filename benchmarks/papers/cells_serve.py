@@ -1032,7 +1032,9 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("measure", "show", "peaks"))
     parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu, cuda:N or host; several for several workers")
     parser.add_argument("--shared", action="store_true", help="one process and one planner for several devices")
-    parser.add_argument("--alone", action="store_true", help="for `peaks`: each device's process makes its own requests")
+    parser.add_argument(
+        "--alone", action="store_true", help="for `peaks`: each device's process makes its own requests"
+    )
     parser.add_argument("--only", nargs="+", default=list(names), choices=names)
     parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES, help="for `peaks`: systems to run")
     parser.add_argument("--seconds", type=float, default=1.0, help="of arrivals at each rate")

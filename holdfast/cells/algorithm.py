@@ -182,7 +182,7 @@ def _centre(queue: np.ndarray, bound: np.ndarray) -> None:
 def fills(table: np.ndarray, queue: np.ndarray, bound: np.ndarray, most: int, tasks: int) -> bool:
     """Whether a round of this number of tasks, each of `most` nodes, is certain from the rows of a queue.
 
-    It is if so many rows have a step for each task, or if each task may have rows of its own.
+    It is if `most` rows have a step for each task, or if each task may have rows of its own.
     """
     if bound[1] - bound[0] >= most * tasks:
         return True

@@ -53,7 +53,7 @@ MAX_TASKS = 5
 CAPACITY = 16384
 """The default number of rows."""
 ADMITTED = 128
-"""Number of requests that get rows before a round if so many wait, even if the round is full without them.
+"""Number of waiting requests that get rows before a round, even if the round is full without them.
 
 If it is full, the rest could not run in it, and the device would wait while they get rows.
 """

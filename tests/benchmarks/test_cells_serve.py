@@ -28,7 +28,8 @@ from benchmarks.papers.cells_serve import (
 def options(**changed: Any) -> argparse.Namespace:
     plain = dict(
         device=["cpu"], only=["lstm"], seconds=0.2, patience=5.0, hidden=8, vocabulary=50, dtype="float32",
-        tree_sizes=[16], clients=20, max_tasks=5, seed=1, roles=["ours", "baseline", "outside"], shared=True, alone=False,
+        tree_sizes=[16], clients=20, max_tasks=5, seed=1, roles=["ours", "baseline", "outside"], shared=True,
+        alone=False,
     )  # fmt: skip
     return argparse.Namespace(**plain | changed)
 

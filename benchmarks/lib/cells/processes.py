@@ -2,8 +2,8 @@
 
 One process deals the requests out, each call's to the process with the fewest open requests, and takes the results.
 Contents and results travel between the processes, as they do between a server and its engines. A device never waits for
-messages: its process submits the next round before it sends the results of the last one, and unfolds the requests of one
-message in each step.
+messages: its process submits the next round before it sends the results of the last one, and unfolds the requests of
+one message in each step.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class SplitEngine:
                 self._open[number] -= len(some)
         if self._clock:
             self._seconds["receive"] += self._clock() - began
-        return CellOutputs(groups) if groups else outputs
+        return [*CellOutputs(groups), *outputs] if outputs else CellOutputs(groups)
 
     def drain(self) -> None:
         self._processes.ask("drain")

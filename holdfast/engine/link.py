@@ -313,8 +313,9 @@ def _await_end_of_input() -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error as one line of text. Names the error's class unless its message is written for people."""
-    text = " ".join(str(error).split())
+    """An error as one line of Unicode. Names the error's class unless its message is written for people."""
+    # A damaged file may have given it half of a surrogate pair, which no message and no terminal takes.
+    text = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
     own = type(error).__module__.startswith("holdfast.")
     expected = own or isinstance(error, (ValueError, MemoryError, OSError))
     return text if expected and text else f"{type(error).__name__}: {text}" if text else type(error).__name__

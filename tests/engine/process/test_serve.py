@@ -175,6 +175,7 @@ def test_all_garbage_is_collected_only_in_a_long_pause(quiet, monkeypatch):
         (MemoryError("0.1 GB are left"), "0.1 GB are left"),
         (RuntimeError("CUDA error"), "RuntimeError: CUDA error"),
         (KeyError(), "KeyError"),
+        (ValueError("\ud800 is no model"), "\\ud800 is no model"),
     ],
 )
 def test_an_error_is_reported_in_one_line(error, line):

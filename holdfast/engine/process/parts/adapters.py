@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
+from holdfast.engine.link import one_line
 from holdfast.engine.process.handler import Handler, refusal
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
 from holdfast.engine.ranks.many_device import ManyDevice
@@ -117,7 +118,7 @@ class AdapterHandler(Handler):
             try:
                 info = self.register(reading.result())
             except ValueError as error:
-                yield AdapterRefused(number, str(error))
+                yield AdapterRefused(number, one_line(error))
                 continue
             yield AdapterLoaded(number, info)
             yield from self._unloaded(info.id)  # it stays after all

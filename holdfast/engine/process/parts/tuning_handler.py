@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from holdfast.engine import messages
+from holdfast.engine.link import one_line
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.driven_calls import CallQueue
@@ -503,7 +504,7 @@ class TuningHandler(Handler):
             records = self._trainer.records(job)
             self._enter(start, steps, len(records))
         except ValueError as refusal:
-            return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
+            return JobRefused(number, one_line(refusal)[:REASON_CHARACTERS])
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
         chosen, checkpoint = steps.job.hyperparameters, self._trainer.newest_checkpoint(job)
@@ -533,7 +534,7 @@ class TuningHandler(Handler):
             done, updates = self._trainer.counts(job)
             self._enter(start, steps, done)
         except ValueError as refusal:
-            return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
+            return JobRefused(number, one_line(refusal)[:REASON_CHARACTERS])
         calls = CallQueue(
             job, Path(start.directory), self._submit_call, self._tuner, self._trainer, self._announce,
             first=done, stop=stop, known=start.known,
@@ -653,7 +654,9 @@ class TuningHandler(Handler):
             read = known.reading[0].result()
         except ValueError as error:
             self._forget(job, self._trainer.close)
-            return [JobEnded(job, "failed", f"the adapter cannot be served: {error}", checkpoint=known.checkpoint)]
+            return [
+                JobEnded(job, "failed", f"the adapter cannot be served: {one_line(error)}", checkpoint=known.checkpoint)
+            ]
         self._forget(job, self._trainer.close)
         info = self._adapters.register(read)
         return [JobEnded(job, "succeeded", adapter=info, checkpoint=known.checkpoint)]

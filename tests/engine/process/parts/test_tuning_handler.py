@@ -93,9 +93,10 @@ def test_a_job_with_a_damaged_file_is_refused_and_the_engine_goes_on(damage: byt
     assert_refused(tmp_path, SimpleNamespace(add=None))
 
 
-def test_a_job_that_cannot_be_prepared_is_refused_and_the_engine_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyError("rank"), ValueError("the job is that of \ud800")])
+def test_a_job_that_cannot_be_prepared_is_refused_and_the_engine_goes_on(error: Exception, tmp_path: Path) -> None:
     def prepare(directory: Path, known: int) -> None:
-        raise KeyError("rank")
+        raise error
 
     write_examples(tmp_path / EXAMPLES_FILE, [([1, 2, 3], [1.0] * 3)])
     assert_refused(tmp_path, SimpleNamespace(add=None, prepare=prepare))
@@ -109,4 +110,4 @@ def assert_refused(directory: Path, trainer: Any) -> None:
     handler.start(1, JobStart(id="j", directory=str(directory), name="n", data_digest=digest, micro_batch=16))
     assert came.wait(60)
     refused = next(handler.answers())
-    assert isinstance(refused, JobRefused) and refused.number == 1 and refused.reason
+    assert isinstance(refused, JobRefused) and refused.number == 1 and refused.reason.encode()

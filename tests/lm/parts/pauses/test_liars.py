@@ -58,7 +58,7 @@ def test_three_hundred_wishes_of_one_key_leave_another_its_half_of_the_tiers():
 
 def test_three_hundred_lies_of_many_keys_cost_another_little():
     lies = silence = 0
-    for seed in (2, 3):
+    for seed in range(1, 5):
         lies += converse(Engine(eviction="pauses"), lambda number: f"liar {number}", LIES, seed)
         silent = Engine(eviction="pauses", pauses=False)
         silence += converse(silent, lambda number: f"liar {number}", (Pause(),), seed)

@@ -111,10 +111,13 @@ class Leases:
             db.execute(update(leases).where(_BY.server == server, _BY.seen > ended).values(seen=ended))
 
     def leave(self, response: str) -> None:
-        """Let this server's lease of a response end now, so that another server takes it over."""
+        """Let this server's lease of a response end now, so that another server takes it over.
+
+        It is nobody's then, so that a renewal under way leaves it as it is.
+        """
         with self._database.write() as db:
             own = _BY.response == response, _BY.server == self.server
-            db.execute(update(leases).where(*own).values(seen=self._now() - 2 * LEASE_SECONDS))
+            db.execute(update(leases).where(*own).values(server="", seen=self._now() - 2 * LEASE_SECONDS))
 
     def left(self) -> list[tuple[str, bytes]]:
         """Return the responses that no server writes now, oldest first, each with its recipe."""

@@ -340,6 +340,8 @@ def test_a_server_leaves_a_response_to_another_one(pair: Pair) -> None:
     assert pair.two.left() == [], "only its own server can leave it"
     pair.one.leave("a")
     assert pair.two.left() == [("a", b"recipe")]
+    assert pair.one.renew(["a"]) == {"a"}, "a renewal that was under way does not take it again"
+    assert pair.two.left() == [("a", b"recipe")]
 
 
 def test_a_former_server_loses_a_conversation_before_its_lease_ends(pair: Pair) -> None:

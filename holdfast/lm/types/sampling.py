@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.core.types import Grammar, SamplingParams
+from holdfast.core.types import Grammar, SamplingParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,17 @@ class Shaping:
     """Token sequences that the answer may not have, the longest first."""
     allowed: tuple[int, ...] = ()
     """The only tokens that may be drawn; empty: all."""
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it has a penalty."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def counts(self) -> bool:
         """Whether it depends on the tokens so far."""
-        penalises = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
-        return penalises or any(len(word) > 1 for word in self.bad_words[:1])
+        return self.penalises or self.thinking is not None or any(len(word) > 1 for word in self.bad_words[:1])
 
     @property
     def is_neutral(self) -> bool:
@@ -82,6 +87,7 @@ class Sampling:
             ends=tuple(sorted(ends)),
             bad_words=tuple(sorted(params.bad_words, key=len, reverse=True)),
             allowed=params.allowed_token_ids,
+            thinking=params.thinking,
         )
         told = None if shaping.is_neutral else shaping
         drawn = params.temperature, params.top_k, params.top_p

@@ -41,6 +41,14 @@ class Shaping:
         return self.penalises or self.thinking is not None or any(len(word) > 1 for word in self.bad_words[:1])
 
     @property
+    def history_start(self) -> int:
+        """The position of the first token that the device keeps for it. Only penalties read the prompt.
+
+        The prompt's last token is kept as well, so that a history is never empty.
+        """
+        return 0 if self.penalises else max(0, self.prompt - 1)
+
+    @property
     def is_neutral(self) -> bool:
         """Whether it changes nothing."""
         banned = self.bad_words or self.allowed or (self.min_tokens and self.ends)
@@ -121,7 +129,7 @@ SAMPLING_COLUMNS: dict[str, type[float] | type[int]] = {"temperature": float, "t
 
 
 class History(NamedTuple):
-    """The known tokens of a row whose draw depends on them (`Shaping.counts`), from position 0 on."""
+    """The known tokens of a row whose draw depends on them (`Shaping.counts`), from `Shaping.history_start` on."""
 
     row: int
     tokens: tuple[int, ...]

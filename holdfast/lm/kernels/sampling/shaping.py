@@ -24,14 +24,14 @@ FOLLOWED = np.dtype(
     [
         ("at", "i8"),
         ("row", "i8"),  # the executor's row, and thus the history
-        ("position", "i8"),  # number of tokens of the sequence so far
+        ("position", "i8"),  # number of tokens of the history so far
     ]
 )
 """A row that needs its history (`Shaping.counts`)."""
 PENALISED = np.dtype(
     [
         *FOLLOWED.descr,
-        ("prompt", "i8"),  # number of tokens of its prompt
+        ("prompt", "i8"),  # number of its prompt's tokens that the history has
         *((name, "f4") for name in ("repetition", "frequency", "presence")),
     ]
 )
@@ -43,7 +43,7 @@ ALLOWED = np.dtype([("at", "i8"), ("token", "i8")])
 THINKING = np.dtype(
     [
         *FOLLOWED.descr,
-        ("prompt", "i8"),  # number of tokens of its prompt
+        ("prompt", "i8"),  # number of its prompt's tokens that the history has
         *((name, "i8") for name in ("opened", "budget", "start", "end")),  # fields of ThinkingBudget
     ]
 )
@@ -90,9 +90,10 @@ class Changes:
             for token in shaping.ends
         ]
         biased = [(at, token, value) for at, _, shaping in asked for token, value in shaping.bias]
-        followed = [(at, rows[at], positions[at]) for at, _, shaping in asked if shaping.counts]
+        known = {at: positions[at] - shaping.history_start for at, _, shaping in asked}
+        followed = [(at, rows[at], known[at]) for at, _, shaping in asked if shaping.counts]
         penalised = [
-            (at, rows[at], positions[at], of.prompt, of.repetition_penalty, of.frequency_penalty, of.presence_penalty)
+            (at, rows[at], known[at], of.prompt, of.repetition_penalty, of.frequency_penalty, of.presence_penalty)
             for at, _, of in asked
             if of.penalises
         ]
@@ -106,8 +107,8 @@ class Changes:
             (
                 at,
                 rows[at],
-                positions[at],
-                shaping.prompt,
+                known[at],
+                shaping.prompt - shaping.history_start,
                 word[-1],
                 len(word) - 1,
                 (0,) * (width + 1 - len(word)) + word[:-1],
@@ -117,7 +118,7 @@ class Changes:
         ]
         allowed = [(at, token) for at, _, shaping in asked for token in shaping.allowed]
         thinking = [
-            (at, rows[at], positions[at], of.prompt, limit.opened, limit.tokens, limit.start, limit.end)
+            (at, rows[at], known[at], of.prompt - of.history_start, limit.opened, limit.tokens, limit.start, limit.end)
             for at, _, of in asked
             if (limit := of.thinking) is not None and positions[at] - of.prompt >= limit.tokens + (not limit.opened)
         ]
@@ -144,7 +145,7 @@ class Changes:
 
 
 class Histories:
-    """The tokens of the rows whose draws depend on them, on the device, each at its position.
+    """The tokens of the rows whose draws depend on them, on the device, from `Shaping.history_start` on.
 
     The host sends a row's known tokens when its sequence gets the row. Each later token is the input of the step after
     the one that sampled it, so tokens that the host does not know yet are counted as well.

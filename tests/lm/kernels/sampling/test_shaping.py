@@ -25,6 +25,10 @@ def record(temperature: float = 1.0, **fields: Any) -> Sampling:
     return Sampling(temperature, 0, 1.0, 5, None, Shaping(prompt=PROMPT, **fields))
 
 
+def history(row: int, tokens: list[int], of: Sampling) -> History:
+    return History(row, tuple(tokens[of.shaping.history_start if of.shaping else 0 :]))
+
+
 def sequences(count: int, length: int) -> list[list[int]]:
     """The tokens of sequences; each holds some tokens twice, and some of its prompt in its answer."""
     random = np.random.default_rng(3)
@@ -37,7 +41,7 @@ def shaped(records: list[Sampling], tokens: list[list[int]]) -> tuple[torch.Tens
     rows = [2 * row + 1 for row in range(len(records))]
     changes, histories = Changes.of(records, rows, [len(each) for each in tokens]), Histories()
     assert changes is not None
-    given = [History(row, tuple(each)) for row, each, how in zip(rows, tokens, records, strict=True) if how.counts]
+    given = [history(*each) for each in zip(rows, tokens, records, strict=True) if each[2].counts]
     histories.enter(given, changes, torch.tensor([each[-1] for each in tokens]))
     return logits, shape(logits, changes, histories)
 
@@ -140,7 +144,7 @@ def test_devices_of_a_group_draw_the_tokens_of_one_device(size: int) -> None:
         "seed": torch.arange(6),
         "position": torch.full((6,), 20),
     }
-    given = [History(row, tuple(each)) for row, each in enumerate(tokens)]
+    given = [history(row, each, records[row]) for row, each in enumerate(tokens)]
     wishes, share = Wishes.of(records, range(6), [20] * 6, given), -(-VOCAB // size)
     last = torch.tensor([each[-1] for each in tokens])
 
@@ -223,9 +227,10 @@ def test_the_end_of_reasoning_goes_before_other_wishes_and_after_a_mask() -> Non
     assert 4 not in tokens[0][PROMPT:]
     _, got = shaped([asked], tokens)
     assert got[0].argmax() == 4 and got[0].isfinite().sum() == 1
-    changes, histories = Changes.of([record(thinking=limit)], [0], [len(tokens[0])]), Histories()
+    alone = record(thinking=limit)
+    changes, histories = Changes.of([alone], [0], [len(tokens[0])]), Histories()
     assert changes is not None
-    histories.enter([History(0, tuple(tokens[0]))], changes, torch.tensor([tokens[0][-1]]))
+    histories.enter([history(0, tokens[0], alone)], changes, torch.tensor([tokens[0][-1]]))
     masked = torch.zeros(1, VOCAB)
     masked[0, 4] = -torch.inf
     assert torch.equal(shape(masked, changes, histories), masked)

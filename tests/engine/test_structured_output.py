@@ -96,7 +96,8 @@ def test_min_tokens_puts_off_the_end_where_the_grammar_can_go_on(llm: LLM) -> No
 
 def test_a_grammar_begins_after_reasoning_that_is_ended(llm: LLM) -> None:
     """The first grammar is that of a chat; the second lets nothing end the reasoning, so nothing is forced."""
-    start, end = (llm.tokenizer.token_id(tag) for tag in ("<tool_call>", "</tool_call>"))
+    start, end = (llm.text.token_id(tag) for tag in ("<tool_call>", "</tool_call>"))
+    assert start is not None and end is not None
     text = f'%llguidance {{}}\nstart: TEXT <[{end}]> "It is " ("true" | "false")\nTEXT: /(.|\\n)*/'
     limit = ThinkingBudget(12, start, end, opened=True)
     asked = SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=Grammar("lark", text), thinking=limit)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast import SamplingParams
+from holdfast.core.types import ThinkingBudget
 
 Floats = npt.NDArray[np.float64]
 Allowed = Callable[[Sequence[int]], Sequence[int]]
@@ -55,6 +56,8 @@ def chances(logits: Floats, draws: Draws, at: int) -> tuple[Floats, bool]:
         logits[forbidden] = -np.inf
     elif at < params.min_tokens:
         logits[list(params.stop_token_ids)] = -np.inf
+    if (limit := params.thinking) is not None and thought(before, limit) >= limit.tokens:
+        return (np.arange(len(logits)) == limit.end).astype(float), True
     for token, bias in params.logit_bias:
         logits[token] += bias
     for token in {*draws.prompt, *before}:
@@ -83,6 +86,16 @@ def chances(logits: Floats, draws: Draws, at: int) -> tuple[Floats, bool]:
         share[order[kept:]] = 0.0
         share = normal(share)
     return share, clear > CLEAR
+
+
+def thought(answer: Sequence[int], limit: ThinkingBudget) -> int:
+    """The number of tokens of reasoning that goes on after an answer's tokens; -1 if none does."""
+    text = list(answer)
+    if not limit.opened:
+        if limit.start not in text:
+            return -1
+        text = text[text.index(limit.start) + 1 :]
+    return -1 if limit.end in text else len(text)
 
 
 def softmax(logits: Floats) -> Floats:

@@ -71,6 +71,8 @@ class FakeText:
         self.template = template
         self.encoded = 0
         """Characters tokenized so far."""
+        self.tags: dict[str, int] = {}
+        """Tags that are tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         self.encoded += len(text)
@@ -98,7 +100,7 @@ class FakeText:
         return hashlib.sha256(text.encode()).digest()
 
     def token_id(self, piece: str) -> int | None:
-        return None
+        return self.tags.get(piece)
 
     def render_chat(
         self,

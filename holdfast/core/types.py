@@ -67,6 +67,29 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Limit on the reasoning at the beginning of an answer: once it has its tokens, the next token is its end.
+
+    The reasoning begins after the first token `start` of the answer, and ends with the first token `end` after that.
+    """
+
+    tokens: int
+    """Maximum number of tokens of the answer's reasoning, without `start` and `end`."""
+    start: int
+    """Token with which reasoning begins."""
+    end: int
+    """Token with which reasoning ends."""
+    opened: bool = False
+    """Whether the prompt ends within reasoning, so that the answer's first token belongs to it."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise ValueError(f"thinking allows {self.tokens} tokens; it must allow at least 0")
+        if self.start == self.end:
+            raise ValueError(f"thinking starts and ends with token {self.start}; the two must differ")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Options that decide how the tokens of one sequence are chosen, and when it ends.
 
@@ -130,6 +153,8 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens whose log probabilities are reported with each token's own, in this order, in place of the most probable
     ones. The token that ends the sequence has them, too. `logprobs` must then be None or their number."""
+    thinking: ThinkingBudget | None = None
+    """Limit on the answer's reasoning; None: no limit. A token that a grammar forbids is not forced."""
 
     def __post_init__(self) -> None:
         self._check_tokens()

@@ -85,6 +85,8 @@ class RequestLimits:
             self._token_ids("logprob_token_ids", params.logprob_token_ids)
         if params.bad_words:
             self._token_ids("bad_words", [token for word in params.bad_words for token in word])
+        if (thinking := params.thinking) is not None:
+            self._token_ids("thinking", (thinking.start, thinking.end))
         # The last token ends the sequence, so its position is never computed.
         positions = min(length + params.max_tokens, self.max_model_len) - 1
         if positions > self.cache_tokens:

@@ -257,6 +257,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     route: ClassVar[str]
     prompt_param: ClassVar[str]
     max_tokens_param: ClassVar[str] = "max_tokens"
+    may_ignore_budget: ClassVar[bool] = False
+    """Whether `thinking_token_budget` is ignored, and not refused, if the model has no reasoning tags for it."""
 
     model: str = ""
     """Name of the model or adapter; empty for the served model."""
@@ -297,6 +299,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Words that the answer may not have, at its beginning or after a space. Each is up to two token sequences."""
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
     """The only tokens that may be drawn; None: all."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    """Maximum number of tokens of reasoning before its end is forced, as in vLLM. None and -1 mean no limit."""
     skip_special_tokens: bool = True
     """Whether special tokens have no text in the answer."""
     include_stop_str_in_output: bool = False
@@ -512,7 +516,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "spaces_between_special_tokens": (True,),
         "stream_interval": (1,),
         "stream_reasoning": (True,),
-        "thinking_token_budget": (-1,),
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
         "watermarking": (False,),

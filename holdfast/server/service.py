@@ -27,6 +27,7 @@ from holdfast.core.types import (
     MAX_SEED,
     FinishReason,
     SamplingParams,
+    ThinkingBudget,
     TokenLogprobs,
     UserBatch,
 )
@@ -537,10 +538,25 @@ class Answer:
             params = [first, *(replace(wanted.sampling(choice, most), grammar=first.grammar) for choice in others)]
             if self.bad_words:
                 params = [replace(each, bad_words=self.bad_words) for each in params]
+            if (thinking := self._thinking(prompt)) is not None:
+                params = [replace(each, thinking=thinking) for each in params]
         except ValueError as error:  # The grammar of the tools is too long.
             raise invalid(str(error), "tools") from None
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
+
+    def _thinking(self, prompt: Sequence[int]) -> ThinkingBudget | None:
+        """Return the limit of the reasoning after a prompt; None if there is none. Raises ApiError."""
+        tokens = self.wanted.thinking_token_budget
+        if tokens is None or tokens == -1:
+            return None
+        try:
+            return self.reading.thinking(tokens, prompt)
+        except ValueError as error:
+            if self.wanted.may_ignore_budget:
+                return None
+            reason = f"thinking_token_budget is {tokens}, and {error}; leave it out, or give -1 for no limit"
+            raise invalid(reason, "thinking_token_budget", "unsupported_parameter") from None
 
     @property
     def shown(self) -> frozenset[int]:

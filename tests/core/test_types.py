@@ -16,6 +16,7 @@ from holdfast.core.types import (
     Identity,
     Request,
     SamplingParams,
+    ThinkingBudget,
 )
 from holdfast.lm.types import PENDING, Sampling, Segment, Sequence, StepPlan
 
@@ -45,6 +46,12 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 def test_sampling_params_name_the_field_out_of_range(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(("given", "reason"), [((-1, 3, 4), "allows -1 tokens"), ((9, 3, 3), "ends with token 3")])
+def test_a_limit_of_thinking_needs_two_tags_and_no_less_than_no_tokens(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        ThinkingBudget(*given)
 
 
 def test_named_tokens_exclude_another_number_of_alternatives():

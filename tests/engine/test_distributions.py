@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from holdfast import LLM, SamplingParams
-from holdfast.core.types import Grammar
+from holdfast.core.types import Grammar, ThinkingBudget
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
@@ -102,7 +102,10 @@ FEW_TOKENS = [
     case("few tokens, penalty", tokens=40, logit_bias=FEW, frequency_penalty=0.05, logprobs=1),
     case("few tokens, grammar", tokens=40, logit_bias=FEW, grammar=TEXT),
     case("few tokens, adapter", tokens=40, logit_bias=FEW, adapter="one"),
-]
+    case("few tokens, thinking", tokens=40, logit_bias=FEW, thinking=ThinkingBudget(5, 70, 72)),
+    case("few tokens, thinking at once", tokens=40, logit_bias=FEW, logprobs=1, frequency_penalty=0.05,
+         thinking=ThinkingBudget(3, 71, 70, opened=True)),
+]  # fmt: skip
 CASES.append(FEW_TOKENS[0])
 PADDED = [*CASES, MIN_TOKENS]
 WHOLE = [*CASES, MIN_TOKENS, *GRAMMARS]

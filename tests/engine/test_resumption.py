@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 import pytest_asyncio
 
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import SamplingParams, ThinkingBudget
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.stream import prepare
 from holdfast.lm.config import EngineConfig
@@ -28,6 +28,9 @@ ASKED = {
         repetition_penalty=1.3,
     ),
     "min_tokens": SamplingParams(temperature=1.0, seed=5, max_tokens=24, min_tokens=20),
+    "thinking": SamplingParams(
+        temperature=1.0, seed=5, max_tokens=24, ignore_eos=True, thinking=ThinkingBudget(9, 5, 6, opened=True)
+    ),
     "grammar": SamplingParams(temperature=1.0, seed=1, max_tokens=200, grammar=NUMBERS),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.engine.structured import judged, list_schema, random_schema
 from holdfast import LLM, SamplingParams
-from holdfast.core.types import FinishReason, Grammar, Request
+from holdfast.core.types import FinishReason, Grammar, Request, ThinkingBudget
 from holdfast.engine import messages
 from holdfast.engine.process.build import build_engine
 from holdfast.lm.config import EngineConfig
@@ -92,6 +92,20 @@ def test_min_tokens_puts_off_the_end_where_the_grammar_can_go_on(llm: LLM) -> No
     long_one, short_one = llm.generate(["Hello"] * 2, [params, short], progress=False)
     assert len(long_one.token_ids) >= 30 and long_one.text.isalpha()
     assert short_one.text in ("yes", "no"), "the grammar has nothing to go on with"
+
+
+def test_a_grammar_begins_after_reasoning_that_is_ended(llm: LLM) -> None:
+    """The first grammar is that of a chat; the second lets nothing end the reasoning, so nothing is forced."""
+    start, end = (llm.text.token_id(tag) for tag in ("<tool_call>", "</tool_call>"))
+    assert start is not None and end is not None
+    text = f'%llguidance {{}}\nstart: TEXT <[{end}]> "It is " ("true" | "false")\nTEXT: /(.|\\n)*/'
+    limit = ThinkingBudget(12, start, end, opened=True)
+    asked = SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=Grammar("lark", text), thinking=limit)
+    never = replace(asked, grammar=Grammar("regex", "[a-z]{60}"))
+    told, ended, free = llm.generate(["Hello"] * 3, [replace(asked, logprobs=1), asked, never], progress=False)
+    assert told.token_ids == ended.token_ids and ended.token_ids.index(end) == 12
+    assert ended.text.endswith(("It is true", "It is false")) and ended.finish_reason is FinishReason.STOP
+    assert end not in free.token_ids and free.text.isalpha()
 
 
 @pytest.mark.parametrize("penalties", [{"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "min_p": 0.05}])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import SamplingParams, ThinkingBudget
 from holdfast.lm.limits import RequestLimits, RequestRefused
 
 LIMITS = RequestLimits(max_model_len=100, vocab_size=50, cache_tokens=64)
@@ -23,6 +23,7 @@ LIMITS = RequestLimits(max_model_len=100, vocab_size=50, cache_tokens=64)
         ([1], {"stop_token_ids": (50,)}, {}, "stop_token_ids", "invalid_value", "token id 50"),
         ([1], {"allowed_token_ids": (3, 50)}, {}, "allowed_token_ids", "invalid_value", "token id 50"),
         ([1], {"logprob_token_ids": (3, 50)}, {}, "logprob_token_ids", "invalid_value", "token id 50"),
+        ([1], {"thinking": ThinkingBudget(9, 3, 50)}, {}, "thinking", "invalid_value", "token id 50"),
         ([1], {"bad_words": ((1,), (2, 50))}, {}, "bad_words", "invalid_value", "token id 50"),
         ([1] * 60, {"max_tokens": 6}, {}, "max_tokens", "invalid_value", "65 positions of the KV cache, which has 64"),
         ([1], {}, {"priority": 1 << 31}, "priority", "invalid_value", "priority is 2147483648"),

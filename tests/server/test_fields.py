@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeClient
 
-from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, Grammar
+from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, Grammar, ThinkingBudget
 from holdfast.server.bad_words import word_tokens
 from holdfast.server.protocol import MOST_MESSAGE, ApiError
 
@@ -178,6 +180,11 @@ async def test_sampling_fields_and_the_salt_reach_the_engine(http: Http, client:
         ("allowed_token_ids", [-1]),
         ("allowed_token_ids", list(range(MAX_ALLOWED + 1))),
         ("cache_salt", ""),
+        ("thinking_token_budget", -2),
+        ("thinking_token_budget", 1.5),
+        ("thinking_token_budget", "9"),
+        ("thinking_token_budget", True),
+        ("thinking_token_budget", (1 << 24) + 1),
         ("include_stop_str_in_output", "yes"),
     ],
 )
@@ -323,9 +330,86 @@ async def test_fields_of_other_servers_are_taken_with_the_values_that_change_not
     async with http() as api:
         response = await api.post(path, json={**BODIES[path], **neutral})
         assert response.status_code == 200, response.text
-    for name, value in (("use_beam_search", True), ("length_penalty", 0.5), ("thinking_token_budget", 9)):
+    for name, value in (("use_beam_search", True), ("length_penalty", 0.5)):
         error = await refused(http, path, {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+REASONS = "<assistant><think>\n"
+"""End of a prompt within reasoning."""
+
+
+async def test_a_thinking_budget_limits_the_reasoning_of_each_choice(http: Http, client: FakeClient) -> None:
+    client.text.tags = {"<think>": 90, "</think>": 91}
+    asked = {**HELLO, "thinking_token_budget": 9, "n": 2, "seed": 5}
+    async with http() as api:
+        for opening, body in (
+            ("", asked),
+            (REASONS, asked),
+            (f"{REASONS}</think>", asked),
+            ("", {**asked, "response_format": {"type": "json_object"}}),
+        ):
+            client.text.opening = opening
+            response = await api.post(CHAT, json=body)
+            assert response.status_code == 200, response.text
+        for body in ({"thinking_token_budget": -1}, {"thinking_token_budget": None}, {}):
+            assert (await api.post(CHAT, json={**HELLO, **body})).status_code == 200
+        assert (await api.post(RESPONSES, json={**BODIES[RESPONSES], "thinking_token_budget": 0})).status_code == 200
+    limits = [each.params.thinking for each in client.asked]
+    free = ThinkingBudget(9, 90, 91)
+    opened = replace(free, opened=True)
+    assert limits == [free] * 2 + [opened] * 2 + [free] * 4 + [None] * 3 + [ThinkingBudget(0, 90, 91)]
+    assert [each.params.seed for each in client.asked][:4] == [5, 6] * 2
+    assert all(each.params.grammar is not None for each in client.asked[6:8])
+
+
+@pytest.mark.parametrize(("prompt", "opened"), [([1, 90, 7], True), ([90, 1, 91, 7], False), ([7, 91, 90], True)])
+async def test_the_prompt_of_a_completion_may_end_within_reasoning(
+    http: Http, client: FakeClient, prompt: list[int], opened: bool
+) -> None:
+    client.text.tags = {"<think>": 90, "</think>": 91}
+    async with http() as api:
+        response = await api.post(TEXT, json={"prompt": prompt, "thinking_token_budget": 3})
+        assert response.status_code == 200, response.text
+    assert client.asked[-1].params.thinking == ThinkingBudget(3, 90, 91, opened)
+
+
+async def test_a_continued_message_may_end_within_reasoning(http: Http, client: FakeClient) -> None:
+    client.text.tags = {"<think>": ord("("), "</think>": ord(")")}
+    async with http() as api:
+        for said in ("(Hm, ", "(Hm) So "):
+            messages = [*HELLO["messages"], {"role": "assistant", "content": said}]
+            body = {"messages": messages, "continue_final_message": True, "thinking_token_budget": 3}
+            assert (await api.post(CHAT, json=body)).status_code == 200
+        assert (await api.post(CHAT, json={**HELLO, "thinking_token_budget": 3})).status_code == 200
+    limits = [each.params.thinking for each in client.asked]
+    assert [limit is not None and limit.opened for limit in limits] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("parser", "tags", "reason"),
+    [
+        (None, (), "this model is served without reasoning tags"),
+        ("none", ("<think>", "</think>"), "this model is served without reasoning tags"),
+        ("openai_gptoss", ("<think>", "</think>"), "this model is served without reasoning tags"),
+        ("qwen3", (), "this model's vocabulary has no token <think>"),
+        ("mistral", ("[THINK]",), r"this model's vocabulary has no token \[/THINK\]"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_a_thinking_budget_needs_tags_that_are_tokens(
+    http: Http, client: FakeClient, path: str, parser: str | None, tags: tuple[str, ...], reason: str
+) -> None:
+    client.text.tags = {tag: 90 + number for number, tag in enumerate(tags)}
+    async with http(reasoning_parser=parser) as api:
+        for more in ({}, {"stream": True}):
+            response = await api.post(path, json={**BODIES[path], "thinking_token_budget": 9, **more})
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == ("thinking_token_budget", "unsupported_parameter")
+            assert re.match(f"thinking_token_budget is 9, and {reason}; leave it out", error["message"])
+        for neutral in (-1, None):
+            assert (await api.post(path, json={**BODIES[path], "thinking_token_budget": neutral})).status_code == 200
 
 
 async def test_documents_reach_a_template_that_uses_them_and_are_refused_by_others(

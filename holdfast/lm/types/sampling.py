@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.core.types import Grammar, SamplingParams
+from holdfast.core.types import Grammar, SamplingParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,25 @@ class Shaping:
     """Token sequences that the answer may not have, the longest first."""
     allowed: tuple[int, ...] = ()
     """The only tokens that may be drawn; empty: all."""
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it has a penalty."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def counts(self) -> bool:
         """Whether it depends on the tokens so far."""
-        penalises = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
-        return penalises or any(len(word) > 1 for word in self.bad_words[:1])
+        return self.penalises or self.thinking is not None or any(len(word) > 1 for word in self.bad_words[:1])
+
+    @property
+    def history_start(self) -> int:
+        """The position of the first token that the device keeps for it. Only penalties read the prompt.
+
+        The prompt's last token is kept as well, so that a history is never empty.
+        """
+        return 0 if self.penalises else max(0, self.prompt - 1)
 
     @property
     def is_neutral(self) -> bool:
@@ -82,6 +95,7 @@ class Sampling:
             ends=tuple(sorted(ends)),
             bad_words=tuple(sorted(params.bad_words, key=len, reverse=True)),
             allowed=params.allowed_token_ids,
+            thinking=params.thinking,
         )
         told = None if shaping.is_neutral else shaping
         drawn = params.temperature, params.top_k, params.top_p
@@ -115,7 +129,7 @@ SAMPLING_COLUMNS: dict[str, type[float] | type[int]] = {"temperature": float, "t
 
 
 class History(NamedTuple):
-    """The known tokens of a row whose draw depends on them (`Shaping.counts`), from position 0 on."""
+    """The known tokens of a row whose draw depends on them (`Shaping.counts`), from `Shaping.history_start` on."""
 
     row: int
     tokens: tuple[int, ...]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from holdfast.core.types import Grammar, SamplingParams
+from holdfast.core.types import Grammar, SamplingParams, ThinkingBudget
 from holdfast.server.formats import grammars
 from holdfast.server.formats.ending import PromptEnd
 from holdfast.server.formats.grammars import GrammarText
@@ -170,6 +170,8 @@ class AnswerFormat:
     """Token ids of the call tags that are special tokens."""
     tokens: Mapping[str, int]
     """Token ids by tag, for all tags that are tokens."""
+    tags: ReasoningTags | None
+    """Tags that the model puts around its reasoning, whether `reasoning` reads them or not."""
 
     @classmethod
     def find(cls, text: Template, calls: str | None = None, reasoning: str | None = None) -> AnswerFormat:
@@ -193,12 +195,26 @@ class AnswerFormat:
             shown=frozenset(special[tag] for tag in around if tag in special),
             shown_calls=frozenset(special[tag] for tag in form.tags if tag in special),
             tokens=tokens,
+            tags=tags,
         )
 
     @property
     def unread(self) -> AnswerFormat:
         """Format that leaves answers as they are, for completions."""
         return replace(self, calls=replace(self.calls, channels=False), reasoning=None, shown=frozenset())
+
+    def thinking(self, tokens: int) -> ThinkingBudget:
+        """Return the limit of reasoning to a number of tokens. Raises ValueError if the model's tags do not allow it.
+
+        A tag must be one token, as in vLLM's parsers: the end of a tag of several may be part of a longer token.
+        """
+        if self.tags is None:
+            raise ValueError("this model is served without reasoning tags")
+        start, end = self.tokens.get(self.tags.open), self.tokens.get(self.tags.close)
+        if start is None or end is None:
+            tag = self.tags.open if start is None else self.tags.close
+            raise ValueError(f"this model's vocabulary has no token {tag}")
+        return ThinkingBudget(tokens, start, end)
 
 
 class Reading:
@@ -276,6 +292,19 @@ class Reading:
         if tags is not None:
             body = grammar.reasoning(tags.open, tags.close, self.opened) + body
         return replace(params, grammar=Grammar("lark", grammar.written(body)))
+
+    def thinking(self, tokens: int, prompt: Sequence[int]) -> ThinkingBudget:
+        """Return the limit of an answer's reasoning to a number of tokens. Raises ValueError. Call `render` first.
+
+        `prompt` are the tokens of the prompt. One that the client ends itself is within reasoning if it has begun some
+        and not ended it.
+        """
+        limit = self.format.thinking(tokens)
+        opened = self.opened
+        if self.end is PromptEnd.OPEN or self.format.reasoning is None:
+            last = next((token for token in reversed(prompt) if token in (limit.start, limit.end)), None)
+            opened = opened or last == limit.start
+        return replace(limit, opened=opened)
 
     def reader(self) -> AnswerReader:
         """Return a reader for one answer. Call `render` first."""

@@ -59,15 +59,18 @@ SOURCE_FIELDS = {
 
 
 class Thinking(Struct, kw_only=True, frozen=True):
-    """The `thinking` parameter. Only its type has an effect; the model decides how long it thinks."""
+    """The `thinking` parameter."""
 
     type: str
+    budget_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    """Maximum number of tokens of thinking, with the type `enabled`. Ignored if the model has no reasoning tags."""
 
 
 class MessagesChat(ChatRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request of the Messages API, converted to a chat."""
 
     route = "/v1/messages"
+    may_ignore_budget = True
 
     most: Count | None = None
     """Maximum number of tokens of the answer; None only where no answer is wanted."""
@@ -103,6 +106,8 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
         options = dict(self.chat_template_kwargs)
         if self.thinking is not None:
             options = {"enable_thinking": self.thinking.type != "disabled"} | options
+            if self.thinking.type == "enabled":
+                more["thinking_token_budget"] = self.thinking.budget_tokens
         messages = read_messages(self.system, self.messages)
         return MessagesChat(
             model=self.model,

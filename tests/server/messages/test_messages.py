@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
-from holdfast.core.types import FinishReason
+from holdfast.core.types import FinishReason, ThinkingBudget
+from holdfast.server.messages.protocol import MessagesRequest
 from tests.served import Serving, make_checkpoint, serve
 
 if TYPE_CHECKING:  # otherwise each process that collects tests would import the SDK, which takes 1.5 s
@@ -147,6 +149,32 @@ async def test_reasoning_is_a_thinking_block_that_may_come_back(
     assert prompt(client) == "<enable_thinking=False><user>hello"
     await api.messages.create(**HELLO | {"messages": said}, thinking={"type": "disabled"})
     assert prompt(client) == "<enable_thinking=False><user>hello<assistant>Yes.<user>hello"
+
+
+def with_tags(**tags: int) -> FakeClient:
+    client = client_that_says("Yes.")
+    client.text.tags = {"<think>": tags["start"], "</think>": tags["end"]} if tags else {}
+    return client
+
+
+@pytest.mark.parametrize(
+    ("client", "limit"), [(with_tags(start=90, end=91), ThinkingBudget(1024, 90, 91)), (with_tags(), None)]
+)
+async def test_a_budget_limits_thinking_if_the_tags_of_the_model_are_tokens(
+    client: FakeClient, api: anthropic.AsyncAnthropic, limit: ThinkingBudget | None
+) -> None:
+    await api.messages.create(**HELLO, **THINKING)
+    assert client.asked[-1].params.thinking == limit
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("enabled", 1024), ("adaptive", None), ("disabled", None)])
+def test_only_enabled_thinking_has_a_budget(kind: str, tokens: int | None) -> None:
+    body = {**HELLO, "thinking": {"type": kind, "budget_tokens": 1024}}
+    chat = msgspec.convert(body, MessagesRequest).to_answer()
+    assert chat.thinking_token_budget == tokens and chat.may_ignore_budget
+    for wrong in (0, "many", 1.5):
+        with pytest.raises(msgspec.ValidationError, match="budget_tokens"):
+            msgspec.convert({**HELLO, "thinking": {"type": kind, "budget_tokens": wrong}}, MessagesRequest)
 
 
 async def test_a_message_of_an_engine_that_fell_asleep_may_be_continued(

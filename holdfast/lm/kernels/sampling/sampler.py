@@ -134,7 +134,7 @@ class Sampler:
         """Draw a token for each row of the logits [R, V], or [R, V_own] in a group, by the row's own options.
 
         `columns` are the sampling columns and `position` of `sample`, [R] each. `last` [R] int64 are the input tokens
-        that the logits follow; it is needed if a row has penalties. `masks` [M, W] int32, W even, belong to
+        that the logits follow; it is needed if a row has a history. `masks` [M, W] int32, W even, belong to
         `Wishes.masked`; the first device of a group sends them to the others. The logits may be changed. Nothing waits
         for the device.
         """
@@ -148,8 +148,8 @@ class Sampler:
                 forbid(logits, masks, wishes.masked_rows, first=group.rank * -(-self._vocab_size // group.size))
             return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
         changes = None if wishes is None else wishes.changes
-        if wishes is not None and changes is not None and len(changes.penalised):
-            assert last is not None, "rows with penalties need their input tokens"
+        if wishes is not None and changes is not None and len(changes.followed):
+            assert last is not None, "rows whose draws depend on earlier tokens need their input tokens"
             self._histories.enter(wishes.histories, changes, last)
         if group is not None:
             wishes = wishes or Wishes([None] * len(logits))

@@ -1,10 +1,10 @@
-"""Shaping: logits changed by penalties, biases, banned tokens and words, and min-p before a draw, on the device."""
+"""Shaping: logits changed before a draw, on the device: penalties, biases, banned tokens, min-p, ends of reasoning."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,18 @@ BANNED = np.dtype([("at", "i8"), ("token", "i8")])
 """A token that may not be drawn yet. In rows with a grammar, the mask forbids it instead."""
 BIASED = np.dtype([("at", "i8"), ("token", "i8"), ("bias", "f4")])
 """A bias on a token's logit."""
-PENALISED = np.dtype(
+FOLLOWED = np.dtype(
     [
         ("at", "i8"),
         ("row", "i8"),  # the executor's row, and thus the history
-        ("position", "i8"),  # number of tokens of the sequence so far
-        ("prompt", "i8"),  # number of tokens of its prompt
+        ("position", "i8"),  # number of tokens of the history so far
+    ]
+)
+"""A row that needs its history (`Shaping.counts`)."""
+PENALISED = np.dtype(
+    [
+        *FOLLOWED.descr,
+        ("prompt", "i8"),  # number of its prompt's tokens that the history has
         *((name, "f4") for name in ("repetition", "frequency", "presence")),
     ]
 )
@@ -34,6 +40,14 @@ CUT = np.dtype([("at", "i8"), ("offset", "f4")])
 """A row with min-p, and the negative offset from its largest logit below which tokens are cut."""
 ALLOWED = np.dtype([("at", "i8"), ("token", "i8")])
 """A token that may be drawn, in a row where only such tokens may."""
+THINKING = np.dtype(
+    [
+        *FOLLOWED.descr,
+        ("prompt", "i8"),  # number of its prompt's tokens that the history has
+        *((name, "i8") for name in ("opened", "budget", "start", "end")),  # fields of ThinkingBudget
+    ]
+)
+"""A row whose reasoning may have had its tokens."""
 
 
 def word_type(width: int) -> np.dtype[np.void]:
@@ -53,10 +67,12 @@ class Changes:
 
     banned: Records  # of BANNED
     biased: Records  # of BIASED
+    followed: Records  # of FOLLOWED
     penalised: Records  # of PENALISED
     cut: Records  # of CUT
     words: Records  # of `word_type`
     allowed: Records  # of ALLOWED
+    thinking: Records  # of THINKING
 
     @classmethod
     def of(cls, records: Sequence[Sampling], rows: Sequence[int], positions: Sequence[int]) -> Changes | None:
@@ -74,10 +90,12 @@ class Changes:
             for token in shaping.ends
         ]
         biased = [(at, token, value) for at, _, shaping in asked for token, value in shaping.bias]
+        known = {at: positions[at] - shaping.history_start for at, _, shaping in asked}
+        followed = [(at, rows[at], known[at]) for at, _, shaping in asked if shaping.counts]
         penalised = [
-            (at, rows[at], positions[at], of.prompt, of.repetition_penalty, of.frequency_penalty, of.presence_penalty)
+            (at, rows[at], known[at], of.prompt, of.repetition_penalty, of.frequency_penalty, of.presence_penalty)
             for at, _, of in asked
-            if of.counts
+            if of.penalises
         ]
         cut = [
             (at, each.temperature * math.log(shaping.min_p))
@@ -89,8 +107,8 @@ class Changes:
             (
                 at,
                 rows[at],
-                positions[at],
-                shaping.prompt,
+                known[at],
+                shaping.prompt - shaping.history_start,
                 word[-1],
                 len(word) - 1,
                 (0,) * (width + 1 - len(word)) + word[:-1],
@@ -99,13 +117,20 @@ class Changes:
             for word in shaping.bad_words
         ]
         allowed = [(at, token) for at, _, shaping in asked for token in shaping.allowed]
+        thinking = [
+            (at, rows[at], known[at], of.prompt - of.history_start, limit.opened, limit.tokens, limit.start, limit.end)
+            for at, _, of in asked
+            if (limit := of.thinking) is not None and positions[at] - of.prompt >= limit.tokens + (not limit.opened)
+        ]
         return cls(
             np.array(banned, BANNED),
             np.array(biased, BIASED),
+            np.array(followed, FOLLOWED),
             np.array(penalised, PENALISED),
             np.array(cut, CUT),
             np.array(words, word_type(width)),
             np.array(allowed, ALLOWED),
+            np.array(thinking, THINKING),
         )
 
     def part(self, rows: range) -> Changes:
@@ -116,12 +141,11 @@ class Changes:
             chosen["at"] -= rows.start
             return chosen
 
-        records = self.banned, self.biased, self.penalised, self.cut, self.words, self.allowed
-        return Changes(*map(within, records))
+        return Changes(*[within(getattr(self, each.name)) for each in fields(self)])
 
 
 class Histories:
-    """The tokens of the rows that have penalties, on the device, each at its position.
+    """The tokens of the rows whose draws depend on them, on the device, from `Shaping.history_start` on.
 
     The host sends a row's known tokens when its sequence gets the row. Each later token is the input of the step after
     the one that sampled it, so tokens that the host does not know yet are counted as well.
@@ -131,14 +155,14 @@ class Histories:
         self._tokens: torch.Tensor | None = None  # [rows, positions] int64
 
     def enter(self, given: Sequence[History], changes: Changes, last: torch.Tensor) -> None:
-        """Write the histories that the host sends, then the input token of each penalised row.
+        """Write the histories that the host sends, then the input token of each row that needs its history.
 
         `last` [R] are the last input tokens of all sampled rows.
         """
-        penalised = changes.penalised
-        if not len(penalised):
+        followed = changes.followed
+        if not len(followed):
             return
-        tokens = self._room(int(penalised["row"].max()) + 1, int(penalised["position"].max()), last.device)
+        tokens = self._room(int(followed["row"].max()) + 1, int(followed["position"].max()), last.device)
         if given:
             lengths = [len(each.tokens) for each in given]
             rows = np.repeat(np.array([each.row for each in given], np.int64), lengths)
@@ -146,7 +170,7 @@ class Histories:
             ids = np.concatenate([np.array(each.tokens, np.int64) for each in given])
             written = upload(np.stack((rows, places, ids)), last.device)
             tokens.index_put_((written[0], written[1]), written[2])
-        now = upload(np.stack((penalised["row"], penalised["position"] - 1, penalised["at"])), last.device)
+        now = upload(np.stack((followed["row"], followed["position"] - 1, followed["at"])), last.device)
         tokens.index_put_((now[0], now[1]), last.index_select(0, now[2]))
 
     def counts(self, changes: Changes, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,6 +201,23 @@ class Histories:
         same = (known == upload(before.copy(), device)) | (back < -length)
         completes: torch.Tensor = same.all(-1) & (position - length >= prompt)[:, 0]
         return completes
+
+    def overspent(self, thinking: Records) -> torch.Tensor:
+        """Whether the reasoning of each row has had its tokens and has not ended: bool [T]."""
+        assert self._tokens is not None
+        device, longest = self._tokens.device, int(thinking["position"].max())
+        names = ("row", "position", "prompt", "opened", "budget", "start", "end")
+        numbers = upload(_columns(thinking, *names), device)
+        tokens = self._tokens[:, :longest].index_select(0, numbers[0])
+        _, position, prompt, opened, budget, start, end = numbers[:, :, None]
+        place = torch.arange(longest, device=device)
+        answered = (place >= prompt) & (place < position)
+        # Without a first token of reasoning, it begins after all tokens, and has had none.
+        first = torch.where(answered & (tokens == start), place, longest).amin(-1, keepdim=True) + 1
+        begin = torch.where(opened > 0, prompt, first)
+        ended = (answered & (place >= begin) & (tokens == end)).any(-1)
+        spent: torch.Tensor = (position - begin >= budget)[:, 0] & ~ended
+        return spent
 
     def _room(self, rows: int, positions: int, device: torch.device) -> torch.Tensor:
         """The histories, with room for this many rows and positions."""
@@ -217,7 +258,8 @@ def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch
 
     The order is vLLM's: banned tokens, biases, penalties for repetition, frequency and presence, min-p. Min-p keeps the
     tokens of at least `min_p` times the largest probability, at the row's temperature. Bad words and tokens that are
-    not allowed are removed before min-p, which gives the same as removing them first.
+    not allowed are removed before min-p, which gives the same as removing them first. The end of reasoning that has had
+    its tokens comes last, so that nothing but a mask keeps it from being drawn.
     """
     shaped, device = logits.to(torch.float32, copy=True), logits.device
     vocab_size = shaped.shape[1]
@@ -245,6 +287,8 @@ def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch
         part = shaped.index_select(0, at)
         least = part.amax(-1, keepdim=True) + upload(_column(changes.cut, "offset"), device)[:, None]
         shaped.index_copy_(0, at, part.masked_fill(part < least, -torch.inf))
+    if len(changes.thinking):
+        _end_thinking(shaped, logits, changes.thinking, histories)
     return shaped
 
 
@@ -270,3 +314,16 @@ def _remove(shaped: torch.Tensor, changes: Changes, histories: Histories) -> Non
     part = shaped.index_select(0, at)
     left = (~unwanted & (part > -torch.inf)).any(-1, keepdim=True)
     shaped.index_copy_(0, at, part.masked_fill(unwanted & left, -torch.inf))
+
+
+def _end_thinking(shaped: torch.Tensor, logits: torch.Tensor, thinking: Records, histories: Histories) -> None:
+    """Leave only the end token in the rows of `shaped` [R, V] whose reasoning has had its tokens, in place.
+
+    A row whose mask forbids that token, so that its `logits` have it at -inf, stays as it is.
+    """
+    at, end = upload(_columns(thinking, "at", "end"), shaped.device)
+    forced = histories.overspent(thinking) & (logits[at, end] > -torch.inf)
+    others = torch.arange(shaped.shape[1], device=shaped.device) != end[:, None]
+    part = shaped.index_select(0, at)
+    part = part.masked_fill(forced[:, None], 0.0).masked_fill(forced[:, None] & others, -torch.inf)
+    shaped.index_copy_(0, at, part)

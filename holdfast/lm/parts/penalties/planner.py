@@ -1,4 +1,4 @@
-"""PenaltyPart: gives the device the tokens that penalties count, in the steps that need them."""
+"""PenaltyPart: gives the device the tokens that penalties, bad words and limits of thinking read."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ class PenaltyPart(Part):
         self.awake = bool(self._sent)
 
     def finish(self, step: PartStep) -> PartPlan | None:
-        histories = tuple([History(entry.row, tuple(entry.sequence.tokens)) for entry in self._sent.due(step)])
+        histories = tuple([self._history(entry) for entry in self._sent.due(step)])
         return PenaltyPlan(histories) if histories else None
+
+    @staticmethod
+    def _history(entry: Entry) -> History:
+        shaping = entry.sampling.shaping
+        assert shaping is not None
+        return History(entry.row, tuple(entry.sequence.tokens[shaping.history_start :]))
 
 
 def make_parts(planning: Planning) -> tuple[PenaltyPart, ...]:

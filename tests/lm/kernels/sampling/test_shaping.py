@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from holdfast.core.types import ThinkingBudget
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.kernels.sampling.sampler import Sampler, Wishes
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
@@ -24,6 +25,10 @@ def record(temperature: float = 1.0, **fields: Any) -> Sampling:
     return Sampling(temperature, 0, 1.0, 5, None, Shaping(prompt=PROMPT, **fields))
 
 
+def history(row: int, tokens: list[int], of: Sampling) -> History:
+    return History(row, tuple(tokens[of.shaping.history_start if of.shaping else 0 :]))
+
+
 def sequences(count: int, length: int) -> list[list[int]]:
     """The tokens of sequences; each holds some tokens twice, and some of its prompt in its answer."""
     random = np.random.default_rng(3)
@@ -36,7 +41,7 @@ def shaped(records: list[Sampling], tokens: list[list[int]]) -> tuple[torch.Tens
     rows = [2 * row + 1 for row in range(len(records))]
     changes, histories = Changes.of(records, rows, [len(each) for each in tokens]), Histories()
     assert changes is not None
-    given = [History(row, tuple(each)) for row, each, how in zip(rows, tokens, records, strict=True) if how.counts]
+    given = [history(*each) for each in zip(rows, tokens, records, strict=True) if each[2].counts]
     histories.enter(given, changes, torch.tensor([each[-1] for each in tokens]))
     return logits, shape(logits, changes, histories)
 
@@ -124,22 +129,23 @@ def test_histories_grow_by_input_tokens_and_a_row_given_anew_forgets_the_old_one
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_devices_of_a_group_draw_the_tokens_of_one_device(size: int) -> None:
-    tokens = sequences(5, 20)
+    tokens = sequences(6, 20)
     records = [
         record(repetition_penalty=3.0, bad_words=((tokens[0][-1], 3), (7,))), PLAIN, record(1.5, min_p=0.3),
         record(0.0, bias=((5, 9.0),)),
         record(0.7, presence_penalty=2.0, frequency_penalty=1.0, allowed=tuple(range(9))),
+        record(thinking=ThinkingBudget(13, 30, 31, opened=True)),
     ]  # fmt: skip
-    logits = 2 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(4))
+    logits = 2 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(4))
     columns = {
         "temperature": torch.tensor([each.temperature for each in records]),
-        "top_k": torch.zeros(5, dtype=torch.int64),
-        "top_p": torch.ones(5),
-        "seed": torch.arange(5),
-        "position": torch.full((5,), 20),
+        "top_k": torch.zeros(6, dtype=torch.int64),
+        "top_p": torch.ones(6),
+        "seed": torch.arange(6),
+        "position": torch.full((6,), 20),
     }
-    given = [History(row, tuple(each)) for row, each in enumerate(tokens)]
-    wishes, share = Wishes.of(records, range(5), [20] * 5, given), -(-VOCAB // size)
+    given = [history(row, each, records[row]) for row, each in enumerate(tokens)]
+    wishes, share = Wishes.of(records, range(6), [20] * 6, given), -(-VOCAB // size)
     last = torch.tensor([each[-1] for each in tokens])
 
     def draw(sampler: Sampler, logits: torch.Tensor) -> list[int]:
@@ -150,7 +156,7 @@ def test_devices_of_a_group_draw_the_tokens_of_one_device(size: int) -> None:
         return draw(Sampler(group, VOCAB), logits[:, group.rank * share : (group.rank + 1) * share].contiguous())
 
     expected = draw(Sampler(), logits)
-    assert expected[3] == 5
+    assert (expected[3], expected[5]) == (5, 31)
     assert in_group(size, work) == [expected] * size
 
 
@@ -189,3 +195,42 @@ def test_a_row_without_any_other_token_may_draw_a_bad_word() -> None:
     only[:, 5] = 1.0
     changes = Changes.of([record(bad_words=((5,),))] * 2, [0, 1], [9, 9])
     assert changes is not None and torch.equal(shape(only, changes, Histories()), only)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_reasoning_that_has_had_its_tokens_ends_with_the_next_one(opened: bool) -> None:
+    """Each row is a step of one of several answers, which hold the tags at random or not at all."""
+    random, start, end = np.random.default_rng(4), 3, 4
+    records, tokens, forced = [], [], []
+    for _ in range(300):
+        answer = random.integers(0, 12, random.integers(0, 14)).tolist()
+        budget = int(random.integers(0, 9))
+        tokens.append([start, end, start, *[9] * (PROMPT - 3), *answer])  # tags of the prompt have no effect
+        records.append(record(thinking=ThinkingBudget(budget, start, end, opened)))
+        begin = 0 if opened else answer.index(start) + 1 if start in answer else len(answer) + 1
+        forced.append(end not in answer[begin:] and len(answer) - begin >= budget)
+    assert 20 < sum(forced) < 280
+    logits, got = shaped(records, tokens)
+    for row, each in enumerate(forced):
+        if each:
+            assert got[row].argmax() == end and got[row].isfinite().sum() == 1
+        else:
+            assert torch.equal(got[row], logits[row])
+
+
+def test_the_end_of_reasoning_goes_before_other_wishes_and_after_a_mask() -> None:
+    limit = ThinkingBudget(2, 3, 4, opened=True)
+    asked = record(
+        0.5, thinking=limit, min_p=0.9, bias=((4, -100.0),), bad_words=((4,),), allowed=(7,), min_tokens=99, ends=(4,)
+    )
+    tokens = sequences(1, PROMPT + 2)
+    assert 4 not in tokens[0][PROMPT:]
+    _, got = shaped([asked], tokens)
+    assert got[0].argmax() == 4 and got[0].isfinite().sum() == 1
+    alone = record(thinking=limit)
+    changes, histories = Changes.of([alone], [0], [len(tokens[0])]), Histories()
+    assert changes is not None
+    histories.enter([history(0, tokens[0], alone)], changes, torch.tensor([tokens[0][-1]]))
+    masked = torch.zeros(1, VOCAB)
+    masked[0, 4] = -torch.inf
+    assert torch.equal(shape(masked, changes, histories), masked)

@@ -238,6 +238,20 @@ class Service:
         if not known or not self._allowed(name, tenant):
             raise unknown_model(name, self.client.info.model)
 
+    async def check_awake(self) -> None:
+        """Raises ApiError 503 while the engine sleeps, for a request that is accepted before the engine has it."""
+        client = self.client
+        if isinstance(client, Replicas) or not client.config.enable_sleep_mode:
+            return
+        try:
+            sleeping = await client.is_sleeping()
+        except TimeoutError:  # The request will find out.
+            return
+        except EngineDead as error:
+            raise engine_dead(error) from None
+        if sleeping:
+            raise asleep()
+
     def adapter_of(self, name: str, tenant: str) -> str:
         """Return the adapter that a request names as its `model`; "" for the model itself. Raises ApiError."""
         self.check_model(name, tenant)

@@ -73,6 +73,18 @@ async def test_a_sleeping_server_is_alive_and_not_ready_and_asks_clients_to_come
         assert (await api.get("/health/ready")).status_code == 200
 
 
+async def test_a_background_response_is_refused_at_once_and_not_accepted_to_fail(
+    http: Http, client: FakeClient
+) -> None:
+    asked = {"model": "tiny", "input": "Ahoy", "background": True}
+    async with http() as api:
+        await api.post("/sleep")
+        refused = await api.post("/v1/responses", json=asked)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
+        await api.post("/wake_up")
+        assert (await api.post("/v1/responses", json=asked)).status_code == 200
+
+
 async def test_the_reason_of_an_engine_that_stays_as_it_is_reaches_the_operator(http: Http, client: FakeClient) -> None:
     async with http() as api:
         client.sleep_error = SleepError("the weights take 16 GB and 3 are free")

@@ -201,3 +201,14 @@ def test_the_device_is_not_at_rest_while_state_is_on_its_way_to_a_sequence_that_
         scheduler.update(last, answer(last), 7.0)
     part.forget(1e6)
     assert sleeper.pool.allocatable == BLOCKS
+
+
+def test_the_device_is_not_at_rest_while_it_computes_a_step_of_sequences_that_were_aborted():
+    sleeper = Sleeper(host_blocks=0)
+    sleeper.add(*create_requests(9))
+    plan = sleeper.scheduler.schedule(0.0)
+    sleeper.scheduler.abort_all()
+    sleeper.part.close(suspend=False)
+    assert not sleeper.part.at_rest and sleeper.pool.used == 0
+    sleeper.scheduler.update(plan, answer(plan), 1.0)
+    assert sleeper.part.at_rest

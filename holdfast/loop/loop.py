@@ -95,8 +95,8 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         """
         self._refresh()
         if self._halted():
-            pass
-        elif not self._gap():
+            return
+        if not self._gap():
             self._submit()
         elif not self._plans:
             self.prepare()

@@ -53,11 +53,11 @@ OTHERS = {
     "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
     "chunk_host", "swap_in_groups", "disk_cache_dir", "disk_cache_gb", "remote_cache",
     "snapshot_share", "contracts", "contract_confidence", "contract_share", "swap_in_ahead",
-    "deterministic", "deterministic_ranks",
+    "deterministic", "deterministic_ranks", "enable_sleep_mode",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
-test_tiers, test_moving, test_states, test_speculation, test_same_bits, test_planner of pauses or the test of
-embeddings."""
+test_tiers, test_moving, test_states, test_speculation, test_same_bits, test_sleep_mode, test_planner of pauses or the test
+of embeddings."""
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.process.build import build, build_engine, library_of, pace_of
+from holdfast.engine.process.build import MEASURING, build, build_engine, library_of, pace_of
 from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.engine.profiles import CostProfile
 from tests.built import without_contracts
@@ -201,7 +201,7 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small, caplog
     def start(**options):
         stages = []
         _, info = build(small(token_budget=None, max_model_len=64), on_progress=stages.append, **options)
-        return info.profile_path, "measuring the device's pace" in stages
+        return info.profile_path, MEASURING in stages
 
     assert start() == ("", False), "without a target nobody needs one"
     path, measured = start(measure=True)
@@ -267,7 +267,7 @@ def test_a_start_with_a_target_estimates_the_pace_and_leaves_what_it_learned_to_
     build(small(tbt_target=50.0, **options), on_progress=stages.append)
     assert not any("pace" in stage for stage in stages)
     _, info = build(small(tbt_target=50.0, **(options | {"token_budget": "auto"})), on_progress=stages.append)
-    assert "measuring the device's pace" in stages and CostProfile.load(Path(info.profile_path)).measured, (
+    assert MEASURING in stages and CostProfile.load(Path(info.profile_path)).measured, (
         "a fixed budget is never corrected, so it takes a full measurement"
     )
 

@@ -226,5 +226,5 @@ def check_tenants(seen: Seen) -> None:
 def check_sleep(seen: Seen) -> None:
     """Neither weights nor cache had any memory, and answers whose beginning was there went on."""
     assert seen.slept == [(1, 0), (2, 0)]
-    assert seen.grown("sleep", "preemptions") >= 4
+    assert seen.grown("sleep", "preemptions") >= len(seen.slept)
     check_tokens(seen, ("sleep",))

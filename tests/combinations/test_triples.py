@@ -50,7 +50,7 @@ LATER = (
     ("remote", "moves", "adapters", "4-bit", "contracts", "deterministic", "heads"),
     ("remote", "drafts", "fp8-weights", "contracts", "deterministic"),
     ("hybrid", "drafts", "adapters", "4-bit", "deterministic"),
-    ("remote", "moves", "grammars", "drafts", "adapters", "4-bit", "fp8-cache", "tenants", "contracts", "sleep"),
+    ("remote", "moves", "grammars", "drafts", "adapters", "4-bit", "fp8-cache", "tenants", "sleep"),
     ("disk", "grammars", "adapters", "target", "priorities", "deterministic", "heads", "sleep"),
 )
 """Combinations with the same bits, with draft heads, and with sleep."""

@@ -239,6 +239,20 @@ class Service:
         if not known or not self._allowed(name, tenant):
             raise unknown_model(name, self.client.info.model)
 
+    async def check_awake(self) -> None:
+        """Raises ApiError 503 while the engine sleeps, for a request that is accepted before the engine has it."""
+        client = self.client
+        if isinstance(client, Replicas) or not client.config.enable_sleep_mode:
+            return
+        try:
+            sleeping = await client.is_sleeping()
+        except TimeoutError:  # The request will find out.
+            return
+        except EngineDead as error:
+            raise engine_dead(error) from None
+        if sleeping:
+            raise asleep()
+
     def adapter_of(self, name: str, tenant: str) -> str:
         """Return the adapter that a request names as its `model`; "" for the model itself. Raises ApiError."""
         self.check_model(name, tenant)
@@ -399,6 +413,8 @@ class Answer:
         """Token sequences that the answer may not have. Empty until the prompts are tokenized."""
         self.sent = False
         """Whether any choice was sent to the engine."""
+        self.may_be_cut = False
+        """Whether what there is of a choice is an answer, too, when the engine falls asleep before its end."""
         self._adapter = ""
         """The version of its adapter that all choices use, a content id; empty: none."""
         self._timings: Timings | None = None
@@ -417,8 +433,13 @@ class Answer:
         self.note, self.adopted = note, adopted
 
     def shape(self, kind: Callable[..., Shaped], request_id: str = "") -> Shaped:
-        """Return the wire format of this answer. `request_id` is the id in the request's header; empty: none."""
+        """Return the wire format of this answer. `request_id` is the id in the request's header; empty: none.
+
+        It says why a choice has ended, so one that the engine cuts is shown as far as it came. A line of a batch is
+        asked for again instead.
+        """
         service = self.service
+        self.may_be_cut = self.lane is service.lane
         return kind(
             self.wanted,
             service.client.text,
@@ -654,6 +675,8 @@ class Answer:
                             if delta.timings is not None:
                                 metrics.choice(delta.timings, len(prompt), params.max_tokens)
                             metrics.e2e.observe(now - self.arrival)
+                    if delta.finish_reason is FinishReason.ABORT and not self.may_be_cut:
+                        raise EngineAsleep
                     yield delta
 
     def _ending(self, number: int) -> Ending:

@@ -220,3 +220,11 @@ def check_tenants(seen: Seen) -> None:
     assert not log.lengths("first-0", "first-1", "first-2")
     assert log.first_step("second") < log.first_step("first-2")
     assert ended.index("second") < ended.index("first-2")
+
+
+@effect("sleep")
+def check_sleep(seen: Seen) -> None:
+    """Neither weights nor cache had any memory, and answers whose beginning was there went on."""
+    assert seen.slept == [(1, 0), (2, 0)]
+    assert seen.grown("sleep", "preemptions") >= len(seen.slept)
+    check_tokens(seen, ("sleep",))

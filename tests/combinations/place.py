@@ -184,7 +184,7 @@ class Place:
             found["speculation"] = "off"
         if "heads" in features:
             found |= {"speculation": "eagle3", "draft_model": str(self.head)}
-        for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants", "contracts"}:
+        for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants", "contracts", "sleep"}:
             found |= FEATURES[name].options
         if features & TIERS:
             found |= self._sizes(features)

@@ -120,12 +120,18 @@ FEATURES = {
         "draft heads", "heads", "`--draft-model`",
         "drafts of an EAGLE-3 head are accepted", {"draft_model": "head"},
     ),
+    "sleep": Feature(
+        "sleep", "sleep", "`--enable-sleep-mode`",
+        "the engine sleeps at both levels while answers are written, and they go on after it",
+        {"enable_sleep_mode": True},
+    ),
 }  # fmt: skip
 
 T5 = "T5ForConditionalGeneration is an encoder-decoder; only causal decoders are served"
 ON_ROWS = "which is for the paged executor, and executor is padded; drop one"
 NO_CONTRACTS = "contracts is on, and the model runs on padded rows"
 NO_MOVES = "The engine starts, and moves nothing."
+ONE_DEVICE = "an engine that sleeps has one; drop one of them"
 
 
 class Refusal(NamedTuple):
@@ -206,6 +212,18 @@ REFUSALS = (
     Refusal(("tp", "heads"), "draft_model is head, and tp is 2 and pp is 1: a draft head runs on one device; drop one"),
     Refusal(("pp", "heads"), "draft_model is head, and tp is 1 and pp is 2: a draft head runs on one device; drop one"),
     Refusal(("drafts", "heads"), "draft_model is head, and speculation is ngram; drop one"),
+    Refusal(("padded", "sleep"), f"enable_sleep_mode is True, {ON_ROWS}"),
+    Refusal(("encoder-decoder", "sleep"), f"{T5}; padded rows cannot run it with enable_sleep_mode True"),
+    Refusal(
+        ("hybrid", "sleep"),
+        "enable_sleep_mode is on, and the states of recurrent layers cannot be returned; leave it out",
+    ),
+    Refusal(("tp", "sleep"), f"enable_sleep_mode is on, and tp 2 times pp 1 takes 2 devices: {ONE_DEVICE}"),
+    Refusal(("pp", "sleep"), f"enable_sleep_mode is on, and tp 1 times pp 2 takes 2 devices: {ONE_DEVICE}"),
+    Refusal(
+        ("tuning", "sleep"),
+        "enable_sleep_mode and tuning are on, and a tuning job keeps memory that cannot be returned; drop one",
+    ),
     Refusal(
         ("fp8-weights", "4-bit"),
         "float32, fp8 weights",

@@ -35,7 +35,7 @@ MOST = 7
 """Features of a combination, at most."""
 
 
-PAIRS_ONLY = {"hybrid", "deterministic", "heads"}
+PAIRS_ONLY = {"hybrid", "deterministic", "heads", "sleep"}
 """Features without a part in the sixty, whose results are recorded. HYBRIDS and LATER are combinations of these."""
 HYBRIDS = (
     ("hybrid", "remote", "moves", "grammars", "adapters"),
@@ -50,8 +50,10 @@ LATER = (
     ("remote", "moves", "adapters", "4-bit", "contracts", "deterministic", "heads"),
     ("remote", "drafts", "fp8-weights", "contracts", "deterministic"),
     ("hybrid", "drafts", "adapters", "4-bit", "deterministic"),
+    ("remote", "moves", "grammars", "drafts", "adapters", "4-bit", "fp8-cache", "tenants", "sleep"),
+    ("disk", "grammars", "adapters", "target", "priorities", "deterministic", "heads", "sleep"),
 )
-"""Combinations with the same bits, and with draft heads."""
+"""Combinations with the same bits, with draft heads, and with sleep."""
 
 
 def drawn(seed: int) -> Iterator[tuple[str, ...]]:

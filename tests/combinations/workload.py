@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from holdfast.core.contract import Contract
+from holdfast.core.sleep import LEVELS
 from holdfast.core.types import BATCH_CLASS, Grammar, Identity, Request, SamplingParams
 from holdfast.engine.client.tuning import EXAMPLES_FILE, write_examples
 from holdfast.engine.messages import ContractRefusal, Submit
@@ -18,6 +19,7 @@ from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.prices import Link
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
+from holdfast.lm.parts.sleep.messages import Sleep, Slept, WakeUp
 from holdfast.lm.parts.speculation.head_planner import HeadPart
 from holdfast.lm.parts.tuning.messages import JobEnded, JobProgress, JobRefused, JobStart, JobStep, StartJob
 from holdfast.lm.scheduler.correction import Correction
@@ -61,6 +63,8 @@ class Seen:
     alone: dict[str, Answer] = field(default_factory=dict)
     """By request, what a deterministic engine gives that computes one request at a time."""
     losses: list[float] = field(default_factory=list)
+    slept: list[tuple[int, int]] = field(default_factory=list)
+    """For each sleep, its level, and the bytes that weights and cache had meanwhile."""
 
     def grown(self, work: str, figure: str) -> float:
         """How much a figure grew during a kind of work."""
@@ -94,6 +98,7 @@ class Work:
             "tenants": self.wait_in_turn,
             "target": self.stream,
             "contracts": self.promise,
+            "sleep": self.sleep,
         }
         if "heads" in self.features:  # before other answers show that the head's guesses do not pay
             self._measured("heads", self.guess)
@@ -226,6 +231,28 @@ class Work:
         if "grammars" in self.features:
             bench.say(Submit(replace(hasty, id="hasty in form", params=replace(RULED, max_tokens=8))))
             bench.until(lambda: len([each for each in bench.sent if isinstance(each, ContractRefusal)]) == 2)
+
+    def sleep(self) -> None:
+        """The engine sleeps at each level while answers are written."""
+        bench = self.bench
+        for level in LEVELS:
+            at = 900 + 10 * level
+            names = [f"asleep-{level}-{number}" for number in range(3)]
+            for number, name in enumerate(names):
+                params = self._second(number, replace(GREEDY, max_tokens=30))
+                tenant = f"tenant-{number % 2}" if "tenants" in self.features else ""
+                bench.submit(name, self.asked(at + number, 40, params, tenant=tenant))
+            bench.until(lambda names=names: all(bench.tokens[name] for name in names))
+            self._order(Sleep(at, level, "keep"))
+            self.seen.slept.append((bench.stats().sleep_level, bench.log.device.sleeping.mapped_bytes))
+            self._order(WakeUp(at + 1, []))
+            bench.until(lambda names=names: {*names} <= {*bench.ended})
+
+    def _order(self, order: Sleep | WakeUp) -> None:
+        """Give an order, and wait until it is carried out."""
+        self.bench.say(order)
+        self.bench.until(lambda: bool(self.bench.answer(order.number)))
+        assert self.bench.answer(order.number) == [Slept(order.number)]
 
     def stream(self) -> None:
         """A long prompt comes while an answer is streamed.

@@ -12,12 +12,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.core.types import Grammar, Identity, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import Engine, build_engine
+from holdfast.engine.process.parts.grammars import GrammarHandler
 from holdfast.engine.process.parts.sleep import SleepHandler
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.parts.sleep.messages import Sleep, SleepRefused, Slept, WakeUp
+from holdfast.lm.parts.sleep.messages import Asleep, Sleep, SleepRefused, Slept, WakeUp
 from tests.lm.execution.test_returnable_memory import resident
 
 OPTIONS: dict[str, Any] = {
@@ -110,6 +111,26 @@ def test_suspended_answers_go_on_where_they_were(running: Running) -> None:
     while running.engine.loop.has_work():
         running.turn()
     assert [running.tokens[f"kept {place}"] for place in range(len(PROMPTS))] == expected
+
+
+def test_a_request_whose_grammar_is_compiled_when_the_order_comes_is_refused(running: Running) -> None:
+    """It has not begun, and nothing would end it while the engine sleeps."""
+    grammars, info = running.engine.handler(GrammarHandler), running.engine.info
+    params = SamplingParams(max_tokens=8, grammar=Grammar("regex", "[ab]{3}"))
+    request = Request("ruled", PROMPTS[2], params, identity=Identity(info.model, "", info.precision))
+    assert grammars.take(request)
+    running.handler.receive(Sleep(0, 1, "wait"))
+    answers: list[Any] = []
+    while grammars.busy or Slept(0) not in answers:
+        answers += running.turn()
+    answers += running.turn()
+    assert Asleep("ruled") in answers and not running.engine.loop.has_work()
+    running.order(WakeUp, [])
+    assert not running.engine.loop.has_work()
+    assert grammars.take(request)
+    running.tokens["ruled"] = ()
+    while len(running.tokens["ruled"]) < 3:
+        running.turn()
 
 
 def test_memory_of_weights_and_cache_is_given_back_to_the_system(running: Running) -> None:

@@ -56,8 +56,8 @@ OTHERS = {
     "deterministic", "deterministic_ranks", "enable_sleep_mode",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
-test_tiers, test_moving, test_states, test_speculation, test_same_bits, test_sleep_mode, test_planner of pauses or the test
-of embeddings."""
+test_tiers, test_moving, test_states, test_speculation, test_same_bits, test_sleep_mode, test_planner of pauses or the
+test of embeddings."""
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,7 @@ class Responses:
 
     async def start(self, wanted: ResponseRequest, tenant: str, id: str = "") -> Background:
         """Begin a background response. Returns once the engine has accepted it. Raises ApiError."""
+        await self.service.check_awake()
         writing = self.write(wanted, tenant, id=id)
         background = Background(writing)
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import NamedTuple, TypeVar
 
-from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, MAX_SEED, FinishReason
+from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, MAX_SEED
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.formats.registry import Reading
 from holdfast.server.jobs.files import pauses
@@ -317,8 +317,6 @@ class Samplers:
         finally:
             usage.include(answer.usage)
             usage.wanted = request.changed(model=self._service.client.info.model)  # Weights have no names of their own.
-        if any(each.reason not in (FinishReason.STOP, FinishReason.LENGTH) for each in sampled):
-            raise ApiError("the engine has aborted the sample", status=503, code="aborted")
 
         def write() -> bytes:
             return sample_response(

@@ -206,6 +206,29 @@ async def test_cancelling_aborts_lines_and_keeps_finished_answers(tmp_path: Path
         assert refused.value.status == 409
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [(CHAT, {"messages": [{"role": "user", "content": "hi"}]}), ("/v1/responses", {"input": "hi"})],
+)
+async def test_a_line_that_the_engines_sleep_cuts_is_asked_for_again(
+    tmp_path: Path, endpoint: str, body: dict[str, Any]
+) -> None:
+    client = FakeClient(ending=FinishReason.ABORT)
+    async with server(tmp_path, client) as here:
+        given = {"custom_id": "a", "method": "POST", "url": endpoint, "body": {"model": "tiny", **body}}
+        id = await here.submit([given], endpoint=endpoint)
+        while len(client.asked) < 2:
+            await asyncio.sleep(0.01)
+        assert (await here.batches.retrieve("", id)).status == "in_progress"
+        client.ending = None
+        batch = await here.ended(id)
+        (answer,) = here.read(batch.output_file)
+    assert (batch.status, batch.completed, batch.failed) == ("completed", 1, 0)
+    whole = answer["response"]["body"]
+    assert "Ahoy, sailor!" in json.dumps(whole) and whole.get("status", "completed") == "completed"
+    assert whole.get("choices", [{"finish_reason": "stop"}])[0]["finish_reason"] == "stop"
+
+
 async def test_an_expired_batch_reports_its_unanswered_lines(tmp_path: Path) -> None:
     client = FakeClient(hold=asyncio.Event())
     async with server(tmp_path, client) as here:

@@ -8,11 +8,14 @@ import httpx
 import pytest
 from fake_engine import FakeClient
 
+from holdfast.core.types import FinishReason
 from holdfast.engine.client.connection import SleepError
+from holdfast.engine.client.pooling import Pooling
 from holdfast.lm.config import EngineConfig
 
 Http = Callable[..., httpx.AsyncClient]
 ASKED = {"model": "tiny", "prompt": "Ahoy"}
+USER = {"role": "user", "content": "Ahoy"}
 
 
 @pytest.fixture
@@ -70,6 +73,18 @@ async def test_a_sleeping_server_is_alive_and_not_ready_and_asks_clients_to_come
         assert (await api.get("/health/ready")).status_code == 200
 
 
+async def test_a_background_response_is_refused_at_once_and_not_accepted_to_fail(
+    http: Http, client: FakeClient
+) -> None:
+    asked = {"model": "tiny", "input": "Ahoy", "background": True}
+    async with http() as api:
+        await api.post("/sleep")
+        refused = await api.post("/v1/responses", json=asked)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
+        await api.post("/wake_up")
+        assert (await api.post("/v1/responses", json=asked)).status_code == 200
+
+
 async def test_the_reason_of_an_engine_that_stays_as_it_is_reaches_the_operator(http: Http, client: FakeClient) -> None:
     async with http() as api:
         client.sleep_error = SleepError("the weights take 16 GB and 3 are free")
@@ -102,3 +117,50 @@ async def test_only_operators_give_orders_and_any_key_may_ask(http: Http, client
             assert (await api.post(path, headers={"authorization": "Bearer boss"})).status_code == 200
         assert (await api.get("/is_sleeping")).status_code == 200
         assert (await api.get("/is_sleeping", headers={"authorization": "Bearer wrong"})).status_code == 401
+
+
+async def test_an_answer_that_the_sleep_cuts_is_shown_where_its_form_has_a_reason_for_that(
+    http: Http, client: FakeClient
+) -> None:
+    client.ending = FinishReason.ABORT
+    async with http() as api:
+        chat = await api.post("/v1/chat/completions", json={"model": "tiny", "messages": [USER]})
+        text = await api.post("/v1/completions", json=ASKED)
+        message = await api.post("/v1/messages", json={"model": "tiny", "max_tokens": 9, "messages": [USER]})
+    for answer in (chat, text):
+        assert (answer.status_code, answer.json()["choices"][0]["finish_reason"]) == (200, "abort")
+    assert message.json()["stop_reason"] == "pause_turn"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/responses", {"input": "Ahoy"}),
+        ("/v1/embeddings", {"input": "Ahoy"}),
+        ("/generative_scoring", {"query": "Ahoy", "items": [" yes"], "label_token_ids": [3, 4]}),
+    ],
+)
+async def test_a_result_that_the_sleep_cuts_is_an_error_where_a_part_would_pass_for_the_whole(
+    http: Http, client: FakeClient, path: str, asked: dict[str, object]
+) -> None:
+    client.ending, client.pooling = FinishReason.ABORT, Pooling()
+    async with http() as api:
+        answer = await api.post(path, json={"model": "tiny", **asked})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_asleep")
+    assert answer.headers["retry-after"] == "5" and len(client.asked) == 1
+
+
+async def test_a_response_that_the_sleep_cuts_fails_and_is_no_turn_of_its_conversation(
+    http: Http, client: FakeClient
+) -> None:
+    async with http() as api:
+        thread = (await api.post("/v1/conversations", json={})).json()["id"]
+        client.ending = FinishReason.ABORT
+        asked = {"model": "tiny", "input": "Ahoy", "conversation": thread}
+        assert (await api.post("/v1/responses", json=asked)).status_code == 503
+        stream = await api.post("/v1/responses", json={**asked, "stream": True})
+        assert "event: response.failed" in stream.text and "the engine sleeps" in stream.text
+        assert "response.incomplete" not in stream.text
+        assert (await api.get(f"/v1/conversations/{thread}/items")).json()["data"] == []
+        client.ending = None
+        assert (await api.post("/v1/responses", json=asked)).json()["status"] == "completed"

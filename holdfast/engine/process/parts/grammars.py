@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from holdfast.core.contract import ContractRefused
 from holdfast.core.types import Grammar, Request
@@ -77,12 +77,17 @@ class GrammarHandler(Handler, Gate):
         compiler: GrammarCompiler,
         wake: Callable[[], None],
         announce: Callable[[Grammar], None] = lambda grammar: None,
+        gates: Collection[Gate] = (),
     ) -> None:
         """`add` queues a request. `wake` is called in another thread when a grammar has been tested or compiled.
 
         `announce` is called for each request when its grammar was tested: a rank that compiles it too should begin.
+
+        The `gates` are those that a request has passed before. It must pass them again once its grammar is compiled:
+        the engine may have fallen asleep meanwhile.
         """
         self._add, self._compiler, self._wake, self._announce = add, compiler, wake, announce
+        self._gates = gates
         self._jobs: dict[Grammar, _Job] = {}
         """All jobs that wait or run."""
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
@@ -137,6 +142,8 @@ class GrammarHandler(Handler, Gate):
             if job.reason:
                 yield messages.Refused(request.id, job.reason, "grammar")
                 continue
+            if any(gate.take(request) for gate in self._gates):
+                continue
             try:
                 self._add(request)
             except ContractRefused as error:
@@ -171,6 +178,7 @@ class GrammarBuilder(PartBuilder):
         site = self.site
         compiler = site.device.part(GrammarDevice).compiler
         device, add, wake = site.device, served.scheduler.add, site.order.wake
+        gates = [handler for handler in served.handlers if isinstance(handler, Gate)]
         if isinstance(device, ManyDevice) and site.config.layout.drawing_rank:
-            return (GrammarHandler(add, compiler, wake, device.expect),)
-        return (GrammarHandler(add, compiler, wake),)
+            return (GrammarHandler(add, compiler, wake, device.expect, gates=gates),)
+        return (GrammarHandler(add, compiler, wake, gates=gates),)

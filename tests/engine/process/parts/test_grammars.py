@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.core.types import Grammar, Identity, Request, SamplingParams
 from holdfast.engine import messages
+from holdfast.engine.process.handler import Gate
 from holdfast.engine.process.parts.grammars import MOST_TENANTS, OWN_THREADS, GrammarHandler
 from holdfast.lm.grammar.sources import GrammarError
 
@@ -59,18 +60,32 @@ class Compiler:
         return [text for what, text in self.calls if what == "test"]
 
 
+class Closing(Gate):
+    """A gate that an engine closes when it falls asleep."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.taken: list[str] = []
+
+    def take(self, request: Request) -> bool:
+        if self.closed:
+            self.taken.append(request.id)
+        return self.closed
+
+
 class Made:
     """A handler, with the outcomes of its requests."""
 
     def __init__(self) -> None:
         self.compiler, self.events = Compiler(), list[str]()
         self.refused: list[messages.Refused] = []
-        self._woken = threading.Event()
+        self._woken, self.gate = threading.Event(), Closing()
         self.handler = GrammarHandler(
             lambda request: self.events.append(f"added {request.id}"),
             self.compiler,  # type: ignore[arg-type]
             self._woken.set,
             announce=lambda grammar: self.events.append(f"announced {grammar.text}"),
+            gates=[self.gate],
         )
 
     def submit(self, name: str, text: str, tenant: str = "") -> None:
@@ -186,3 +201,15 @@ def test_an_aborted_request_is_forgotten_whether_its_job_has_begun_or_not(made: 
     made.until(lambda: not made.handler.busy)
     assert {event for event in made.events if event.startswith("added")} == {"added a1", "added a3"}
     assert "slow 2" not in made.compiler._tests()
+
+
+def test_a_request_whose_grammar_is_compiled_while_a_gate_closes_passes_it_no_more(made: Made) -> None:
+    made.submit("a", "slow 0")
+    made.compiler.await_tests(1)
+    made.gate.closed = True
+    made.compiler.gate("slow 0").set()
+    made.until(lambda: not made.handler.busy)
+    assert made.gate.taken == ["a"] and made.events == ["announced slow 0"]
+    made.gate.closed = False
+    made.submit("b", "small")
+    made.until(lambda: "added b" in made.events)

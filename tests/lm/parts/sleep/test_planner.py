@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.lm.parts.sleep.planner import SleepPart
 from holdfast.loop.loop import Loop
-from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
+from tests.scheduling import FakeDevice, answer, create_requests, create_scheduler, run_alone
 
 BLOCKS, HOST = 32, 64
 
@@ -161,3 +161,54 @@ def test_state_in_use_is_not_forgotten():
     sleeper.step()
     with pytest.raises(RuntimeError, match="blocks are in use"):
         sleeper.part.forget(1.0)
+
+
+def test_a_sequence_keeps_its_row_and_blocks_until_the_step_that_computes_it_has_ended():
+    sleeper = Sleeper()
+    sleeper.add(*create_requests(9))
+    scheduler = sleeper.scheduler
+    plan = scheduler.schedule(0.0)
+    sleeper.part.close(suspend=True)
+    assert scheduler.schedule(1.0) is None
+    assert scheduler.stats().running == 1 and sleeper.pool.used == 3 and not sleeper.part.at_rest
+    scheduler.update(plan, answer(plan), 2.0)
+    scheduler.schedule(3.0)
+    assert scheduler.stats().running == sleeper.pool.used == 0 and scheduler.stats().waiting == 1
+
+
+def test_the_device_is_not_at_rest_while_state_is_on_its_way_to_a_sequence_that_was_aborted():
+    sleeper = Sleeper()
+    kept, other = create_requests(16, 8, max_tokens=8)
+    sleeper.add(kept)
+    sleeper.rest(suspend=False)
+    sleeper.part.open()
+    scheduler, part = sleeper.scheduler, sleeper.part
+    scheduler.add(other)
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, answer(plan), 1.0)
+    scheduler.add(replace(kept, id="again"))
+    plan = scheduler.schedule(2.0)
+    assert plan.copies.swap_in and plan.segments, "the other sequence does not wait for the copies"
+    scheduler.update(plan, answer(plan, swapped_in=-1), 3.0)
+    scheduler.abort_all()
+    part.close(suspend=False)
+    assert not part.at_rest and part.wants_step
+    last = scheduler.schedule(4.0)
+    assert not (last.segments or part.at_rest)
+    scheduler.update(last, answer(last), 5.0)
+    while not part.has_flushed:
+        last = scheduler.schedule(6.0)
+        scheduler.update(last, answer(last), 7.0)
+    part.forget(1e6)
+    assert sleeper.pool.allocatable == BLOCKS
+
+
+def test_the_device_is_not_at_rest_while_it_computes_a_step_of_sequences_that_were_aborted():
+    sleeper = Sleeper(host_blocks=0)
+    sleeper.add(*create_requests(9))
+    plan = sleeper.scheduler.schedule(0.0)
+    sleeper.scheduler.abort_all()
+    sleeper.part.close(suspend=False)
+    assert not sleeper.part.at_rest and sleeper.pool.used == 0
+    sleeper.scheduler.update(plan, answer(plan), 1.0)
+    assert sleeper.part.at_rest

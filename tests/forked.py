@@ -50,9 +50,9 @@ LOADING = "holdfast-load"
 HIGH = 512
 """Descriptors from here on are free in a new process."""
 NURSERY = "nursery"
-"""The name by which the kernel shows the process from which a command's engines are forked."""
+"""The name by which the kernel shows the process that forks a command's engines and API processes."""
 NAMES = {ENGINE: "engine", API_PROCESS: "api"}
-"""The names by which the kernel shows what is forked there."""
+"""The names by which the kernel shows the processes that are forked there, by their modules."""
 ORPHANED = b"orphaned"
 """Message of a nursery: the process that it forked has lost its parent, and so has got the command as its parent."""
 PR_SET_CHILD_SUBREAPER = 36

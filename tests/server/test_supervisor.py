@@ -39,10 +39,10 @@ PATIENCE_SECONDS = 200.0
 def is_api_process(pid: int) -> bool:
     """Whether a process is an API process that has not ended: a new interpreter, or a forked one, which has a name."""
     try:
-        place = Path(f"/proc/{pid}")
-        return API_PROCESS.encode() in (place / "cmdline").read_bytes() or name_of(pid) == NAMES[API_PROCESS]
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty once it has ended, while its name stays
     except OSError:
         return False
+    return API_PROCESS.encode() in command or (bool(command) and name_of(pid) == NAMES[API_PROCESS])
 
 
 class Served:

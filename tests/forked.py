@@ -2,11 +2,13 @@
 
 `Forking` stands in for the module `subprocess` where an engine, a rank or the `holdfast` command is started. The
 template does what the new process would do: it takes over the descriptors, the environment and the arguments, and
-calls the same `main`. Engines of a forked command are forked, too, and are its own children, as ranks are an engine's.
+calls the same `main`. Engines and API processes of a forked command are forked, too, and are its own children, as
+ranks are an engine's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -32,8 +34,10 @@ ENGINE, RANK = PROGRAMS = ("holdfast.engine.process.serve", "holdfast.engine.ran
 """Modules with a `main` that takes the parent's process id, and then the other arguments."""
 COMMAND = "holdfast.cli"
 """The module that runs as the `holdfast` command."""
+API_PROCESS = "holdfast.server.worker"
+"""The module that runs as one of several API processes."""
 PRELOADED = ("torch", "holdfast.engine.process.build", "holdfast.engine.ranks.paged", "holdfast.cli.command")
-LOADED_BY_COMMANDS = ("holdfast.cli.serve",)
+LOADED_BY_COMMANDS = ("holdfast.cli.serve", "holdfast.server.app", API_PROCESS, "uvloop")
 """What commands import once they run. It comes last, as an engine needs none of it."""
 ORDER_BYTES, MOST_FILES = 1 << 17, 64
 """Most bytes of an order, which is one packet, and most descriptors with it."""
@@ -46,7 +50,9 @@ LOADING = "holdfast-load"
 HIGH = 512
 """Descriptors from here on are free in a new process."""
 NURSERY = "nursery"
-"""The name by which the kernel shows the process from which a command's engines are forked."""
+"""The name by which the kernel shows the process that forks a command's engines and API processes."""
+NAMES = {ENGINE: "engine", API_PROCESS: "api"}
+"""The names by which the kernel shows the processes that are forked there, by their modules."""
 ORPHANED = b"orphaned"
 """Message of a nursery: the process that it forked has lost its parent, and so has got the command as its parent."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -284,6 +290,9 @@ def serve(connection: socket.socket) -> NoReturn:
     gc.disable()
     for name in (*PRELOADED, *PROGRAMS, *LOADED_BY_COMMANDS):
         importlib.import_module(name)
+    from tests import quick_apps  # it imports the server
+
+    quick_apps.make_routes_when_asked()
     gc.freeze()
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -341,7 +350,12 @@ def become(order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
         if os.environ.get("PYTHONWARNINGS") == "default":
             warnings.resetwarnings()
         gc.enable()
-        run_command() if is_command else run_program(order["program"], order["arguments"])
+        if is_command:
+            run_command()
+        elif order["program"] == API_PROCESS:
+            run_api_process()
+        else:
+            run_program(order["program"], order["arguments"])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -358,10 +372,22 @@ def run_program(program: str, arguments: Sequence[str]) -> NoReturn:
     module.end_process(module.main(os.getppid(), *arguments))
 
 
+def run_api_process() -> NoReturn:
+    """Be one of several API processes. Its metrics are in a directory that they share."""
+    from prometheus_client import values
+
+    from holdfast.engine import link
+    from holdfast.server import worker
+
+    values.ValueClass = values.get_value_class()  # chosen by the environment, which the template lacked
+    link.end_process(worker.main())
+
+
 def run_command() -> NoReturn:
-    """Be the `holdfast` command, whose engines are forked."""
+    """Be the `holdfast` command, whose engines and API processes are forked."""
     from holdfast import cli
     from holdfast.engine import link, spawn
+    from holdfast.server import supervisor
 
     link.die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -369,7 +395,8 @@ def run_command() -> NoReturn:
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), f"there is no {path}"
         setattr(sys.modules[module], name, value)
-    spawn.subprocess = Nursery()  # type: ignore[assignment]
+    spawn.subprocess = nursery = Nursery()  # type: ignore[assignment]
+    supervisor.asyncio = ForkingAsyncio(nursery)  # type: ignore[assignment]
     try:
         status = cli.main()
     except SystemExit as exit:
@@ -428,9 +455,10 @@ class Nursery:
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
         if not is_program(command):
             return subprocess.Popen(command, **options)
-        return child_of(command, options, self._fork)
+        return child_of(command, options, self.fork)
 
-    def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
+    def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Fork a child of this process, with these descriptors. Returns its process id."""
         with self._lock:
             take_orphans(True)
             try:
@@ -440,6 +468,73 @@ class Nursery:
             finally:
                 take_orphans(False)
         return pid
+
+
+class ForkingAsyncio:
+    """The module `asyncio` of a forked command's supervisor. It forks API processes.
+
+    The first one is a new interpreter, as all of a user's are.
+    """
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery, self._forks = nursery, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def create_subprocess_exec(
+        self,
+        *command: str,
+        stdin: int,
+        stdout: int,
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        start_new_session: bool,
+    ) -> AwaitedChild | asyncio.subprocess.Process:
+        """Start an API process whose standard input and output are pipes."""
+        assert command == (sys.executable, "-P", "-m", API_PROCESS) and stdin == stdout == subprocess.PIPE
+        if not self._forks:
+            self._forks = True
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=stdin, stdout=stdout, pass_fds=pass_fds, env=env, start_new_session=start_new_session
+            )
+        order = order_of(API_PROCESS, (), env, Path.cwd(), pass_fds, session=start_new_session)
+        (their_input, our_input), (our_output, their_output) = os.pipe(), os.pipe()
+        try:
+            pid = self._nursery.fork(order, [their_input, their_output, 2, *pass_fds])
+        finally:
+            os.close(their_input)
+            os.close(their_output)
+        loop, output = asyncio.get_running_loop(), asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), os.fdopen(our_output, "rb"))
+        transport, protocol = await loop.connect_write_pipe(
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(our_input, "wb")
+        )
+        return AwaitedChild(pid, asyncio.StreamWriter(transport, protocol, None, loop), output)
+
+
+class AwaitedChild:
+    """A forked child of this process, with what the supervisor uses of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self._descriptor = os.pidfd_open(pid)
+        self._status = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._end)
+
+    def send_signal(self, number: int) -> None:
+        if self._status.done():
+            raise ProcessLookupError
+        os.kill(self.pid, number)
+
+    async def wait(self) -> int:
+        return int(await asyncio.shield(self._status))
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.stdin.close()
+        self._status.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
 
 
 def tend(connection: socket.socket, owner: int) -> NoReturn:
@@ -463,10 +558,11 @@ def tend(connection: socket.socket, owner: int) -> NoReturn:
                     os._exit(0)
                 connection.close()
                 os.close(own)
-                name_this_process("engine")
+                ordered = json.loads(order)
+                name_this_process(NAMES[ordered["program"]])
                 while os.getppid() != owner:
                     time.sleep(0.0005)
-                become(json.loads(order), files)
+                become(ordered, files)
             os.waitpid(between, 0)
             connection.send(ORPHANED)
             for file in files:

@@ -1,7 +1,8 @@
 """Servers of tests without work that each of them repeats. A test's server has over a hundred routes and needs one or
 two of them, and its store in memory has the same empty tables as any other. Both took most of the time of its tests.
 
-A server in a process of its own, as users start it, does all of its work.
+A server in a process of its own makes its routes when they are asked for, too, and does all other work. One that starts
+anew, in a new interpreter as users start it, does all.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def name_of(pid: str) -> str:
+def name_of(pid: int | str) -> str:
     """The kernel's name of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()

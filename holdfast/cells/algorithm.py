@@ -174,7 +174,9 @@ def _centre(queue: np.ndarray, bound: np.ndarray) -> None:
     """Move a queue to the middle of its memory, so that there is room at both ends."""
     length = bound[1] - bound[0]
     begin = (len(queue) - length) // 2
-    queue[begin : begin + length] = queue[bound[0] : bound[1]].copy()
+    moved = queue[bound[0] : bound[1]].copy()
+    for at in range(length):  # to assign a slice, Numba compiles for 2 s more: it checks the shape, with a message
+        queue[begin + at] = moved[at]
     bound[0], bound[1] = begin, begin + length
 
 

@@ -95,11 +95,12 @@ def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
 
 def test_contracts_are_asked_for_and_what_became_of_them_is_shown_and_written(profile, tmp_path, capsys):
     out, plots = tmp_path / "figures.json", tmp_path / "plots"
-    given = ("--requests", "120", "--rates", "400,5", "--contract", "ttft=0.1s,tbt=30", "--json", str(out))
-    assert bench("--simulate", profile, *given, "--report", str(tmp_path / "r.html"), "--plots", str(plots)) == 0
+    given = ("--requests", "60", "--rates", "400,5", "--output-tokens", "16", "--contract", "ttft=0.1s,tbt=30")
+    drawn = ("--report", str(tmp_path / "r.html"), "--plots", str(plots))
+    assert bench("--simulate", profile, *given, "--json", str(out), *drawn) == 0
     slow, fast = json.loads(out.read_text())["runs"]
-    assert (slow["contracts"], slow["contracts_kept"]) == (120, 120)
-    assert fast["contracts_refused"] > 20 and fast["contracts_kept"] + fast["contracts_refused"] == 120
+    assert (slow["contracts"], slow["contracts_kept"]) == (60, 60)
+    assert fast["contracts_refused"] > 20 and fast["contracts_kept"] + fast["contracts_refused"] == 60
     assert fast["failed"] == 0 and fast["completed"] == fast["contracts_kept"]
     shown = capsys.readouterr().out
     assert "contracts: refused, kept, or broken by term" in shown and "requests failed" not in shown
@@ -109,10 +110,10 @@ def test_contracts_are_asked_for_and_what_became_of_them_is_shown_and_written(pr
 
 def test_contracts_are_measured_where_the_engine_is_not_told_of_them(profile, tmp_path):
     out = tmp_path / "figures.json"
-    given = ("--requests", "120", "--rates", "400", "--contract", "ttft=100", "--json", str(out))
+    given = ("--requests", "60", "--rates", "400", "--output-tokens", "16", "--contract", "ttft=100")
     plots = ("--plots", str(tmp_path / "plots"))
     for untold in (("--contracts", "off"), ("--no-tell-contracts",), ("--scheduler", "orca", *plots)):
-        assert bench("--simulate", profile, *given, *untold) == 0
+        assert bench("--simulate", profile, *given, *untold, "--json", str(out)) == 0
         figures = json.loads(out.read_text())
         assert figures["contracts_refused"] == 0 < figures["contracts_broken_ttft"]
 

@@ -117,7 +117,13 @@ def gguf_model(tmp_path, monkeypatch):
     return path
 
 
-def test_a_gguf_file_is_a_checkpoint_whose_metadata_is_read_once(gguf_model, monkeypatch):
+@pytest.fixture
+def described_here(monkeypatch):
+    """GGUF files are read in this process: another one imports Transformers for seconds."""
+    monkeypatch.setattr(gguf, "_describe", gguf_metadata.write)
+
+
+def test_a_gguf_file_is_a_checkpoint_whose_metadata_is_read_once(gguf_model, described_here, monkeypatch):
     found = Checkpoint.find(str(gguf_model))
     assert found.name == "tiny-q8"
     assert json.loads((found.directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
@@ -127,15 +133,10 @@ def test_a_gguf_file_is_a_checkpoint_whose_metadata_is_read_once(gguf_model, mon
     assert [path.name for path in found.directory.parent.iterdir()] == [found.directory.name]
 
 
-@pytest.fixture
-def described_here(monkeypatch):
-    """GGUF files are read in this process: another one imports Transformers for seconds."""
-    monkeypatch.setattr(gguf, "_describe", gguf_metadata.write)
-
-
-def test_a_gguf_file_that_was_replaced_is_read_again(gguf_model, tmp_path, described_here):
+def test_a_gguf_file_that_was_replaced_is_read_again(gguf_model, tmp_path):
+    write_gguf(gguf_model, tmp_path / "plain", "llama", kind="Q8_0")  # without a tokenizer, which takes Transformers
     first = Checkpoint.find(str(gguf_model))
-    write_gguf(gguf_model, tmp_path / "plain", "llama", kind="Q4_0", tokenizer=byte_level())
+    write_gguf(gguf_model, tmp_path / "plain", "llama", kind="Q4_0")
     second = Checkpoint.find(str(gguf_model))
     assert second.directory != first.directory
     configs = [json.loads((each.directory / "config.json").read_text()) for each in (first, second)]

@@ -1,6 +1,7 @@
 """Capacity planning: the search on servers with a known limit, and evaluations of candidates on an invented device."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -8,6 +9,7 @@ from holdfast.lab import workloads
 from holdfast.lab.planning import (
     Candidate,
     CapacityQuestion,
+    Evaluation,
     best_of,
     describe_load,
     evaluate,
@@ -38,8 +40,14 @@ QUESTION = CapacityQuestion(
 PLAIN = Candidate(token_budget=128)
 
 
+@cache
+def evaluated() -> Evaluation:
+    """The evaluation of the plain candidate, which several tests look at."""
+    return evaluate(QUESTION, PLAIN)
+
+
 def test_an_evaluation_has_the_capacity_within_the_limits_and_its_cost():
-    evaluation = evaluate(QUESTION, PLAIN)
+    evaluation = evaluated()
     assert evaluation.capacity > 0 and evaluation.reason == ""
     assert evaluation.figures["p99_itl_ms"] <= 12 and evaluation.figures["p99_ttft_ms"] <= 100
     assert evaluation.output_rate == pytest.approx(8 * evaluation.capacity)
@@ -129,7 +137,7 @@ def test_replicas_that_share_the_cores_of_a_cpu_sustain_less_than_with_cores_of_
 
 
 def test_a_fleet_that_cannot_be_simulated_has_a_reason():
-    alone = evaluate(QUESTION, PLAIN)
+    alone = evaluated()
     with pytest.raises(ValueError, match="1000 replicas are to be simulated together; there may be at most 64"):
         evaluate_fleet(QUESTION, replace(alone, replicas=1000), "priced", "pcie4")
     with pytest.raises(ValueError, match="has no capacity"):
@@ -168,14 +176,14 @@ def test_many_processes_give_the_same_evaluations_in_the_same_order_as_one():
 
 
 def test_the_best_has_the_most_capacity_on_all_devices():
-    wide = replace(evaluate(QUESTION, PLAIN), capacity=3.0, replicas=1)
+    wide = replace(evaluated(), capacity=3.0, replicas=1)
     narrow = replace(wide, capacity=2.0, replicas=2)
     assert best_of([wide, narrow]) is narrow
     assert best_of([replace(wide, capacity=0.0)]) is None
 
 
 def test_the_first_of_indistinguishable_capacities_is_best():
-    plain = replace(evaluate(QUESTION, PLAIN), capacity=3.0, replicas=1)
+    plain = replace(evaluated(), capacity=3.0, replicas=1)
     assert best_of([plain, replace(plain, capacity=3.1)]) is plain
     more = replace(plain, capacity=3.3)
     assert best_of([plain, more]) is more

@@ -25,7 +25,8 @@ from holdfast.server.address import reserve
 from holdfast.server.config import ServerConfig
 from holdfast.server.supervisor import check
 from tests import served as servers
-from tests.served import free_port
+from tests.forked import API_PROCESS, NAMES
+from tests.served import free_port, name_of
 
 ROOT = Path(__file__).parents[2]
 SAID = "Hi! My name is Ada, and I like long walks on the beach with my two dogs and my cat."
@@ -35,12 +36,13 @@ PATIENCE_SECONDS = 200.0
 """Most seconds that a test waits. On a busy machine, a process may take long to start."""
 
 
-def command_of(pid: int) -> bytes:
-    """The command line of a process; empty if it has ended."""
+def is_api_process(pid: int) -> bool:
+    """Whether a process is an API process that has not ended: a new interpreter, or a forked one, which has a name."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty once it has ended, while its name stays
     except OSError:
-        return b""
+        return False
+    return API_PROCESS.encode() in command or (bool(command) and name_of(pid) == NAMES[API_PROCESS])
 
 
 class Served:
@@ -64,7 +66,7 @@ class Served:
         """Process ids of the API processes."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         found = [int(pid) for each in children for pid in each.read_text().split()]
-        return sorted(pid for pid in found if b"holdfast.server.worker" in command_of(pid))
+        return sorted(pid for pid in found if is_api_process(pid))
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request on a connection of its own, so that any API process may get it; again if one is killed."""

@@ -378,7 +378,7 @@ class Bar:
 
 
 class Lines:
-    """Progress where no terminal shows a bar: a line at each tenth of the job's steps. The job's end has its own line."""
+    """Progress where no terminal shows a bar: a line at each tenth of the job's steps, but the last."""
 
     def __init__(self, notes: Console) -> None:
         self._notes = notes

@@ -117,7 +117,7 @@ def test_a_step_holds_what_is_given_or_what_suits_the_device(given, kind, budget
     [
         ({}, 64),
         ({"max_sequences": 8}, 64),
-        ({"max_sequences": 100}, 100),
+        ({"max_sequences": 100}, 112),
         ({"max_sequences": 1000}, 512),
         ({"token_budget": "large"}, 64),
         ({"token_budget": 300}, 300),

@@ -386,7 +386,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "", salt: str = "") -> list[bytes]:
         """The digests of the blocks of a prompt whose state a request can use, as the engine makes them.
 
-        `tenant`, `adapter` and `salt` are those of the request (`stream`). Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
+        `tenant`, `adapter` and `salt` are those of the request (`stream`). Equal for all engines of one model,
+        precision and block size. Raises RequestRefused for an unknown adapter.
         """
         tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
         return self._digests.digests(self._identity(tenant, adapter, salt).root(), tokens)
@@ -433,7 +434,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "", salt: str = "") -> None:
         """Let the engine bring kept state of these tokens back to the device, as a request with them comes soon.
 
-        `tenant`, `adapter` and `salt` are those of the request. Does nothing for an engine that has ended. Raises RequestRefused for an unknown adapter.
+        `tenant`, `adapter` and `salt` are those of the request. Does nothing for an engine that has ended. Raises
+        RequestRefused for an unknown adapter.
         """
         if not self.dead.is_set():
             self._child.send(WarmState(self.chain(prompt, tenant=tenant, adapter=adapter, salt=salt)))

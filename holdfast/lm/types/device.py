@@ -103,12 +103,13 @@ SERIAL_TOKEN_BUDGET = 64
 def token_budget_of(config: CoreConfig, kind: str, *, one_by_one: bool = False) -> int:
     """Most tokens of a step on a `kind` of device ("cuda", "cpu"), unless a latency target sets it.
 
-    `one_by_one`: the model computes one token after the other (`ModelSpec.one_by_one`). A step then has room for as
-    many decodes as `max_sequences` gives, where it is given.
+    `one_by_one`: the model computes one token after the other (`ModelSpec.one_by_one`). A default budget then has room
+    for a decode of each of `max_sequences`, if that is given and no more than the usual budget.
     """
     usual = (LARGE_TOKEN_BUDGET if config.token_budget == "large" else DEFAULT_TOKEN_BUDGET)[kind]
     if one_by_one:
-        usual = min(usual, max(SERIAL_TOKEN_BUDGET, config.max_sequences or 0))
+        decodes = -(-(config.max_sequences or 0) // BUDGET_TILE[kind]) * BUDGET_TILE[kind]
+        usual = min(usual, max(SERIAL_TOKEN_BUDGET, decodes))
     return config.fixed_token_budget or usual
 
 

@@ -42,7 +42,7 @@ class CallLimits(threading.local):
 
     @contextmanager
     def of_call(self, value_bytes: int) -> Iterator[None]:
-        """Limit the call inside the block, which moves values of so many bytes."""
+        """Limit the call inside the block. Its values have `value_bytes` bytes together."""
         self.until = time.monotonic() + self._seconds + value_bytes / SLOWEST
         self.room = SPARE_BYTES + value_bytes
         try:
@@ -87,7 +87,7 @@ class LimitedSocket:
 
 
 class LimitedBuffer(SocketBuffer):
-    """What has come from a socket. Refuses a value by its announced size."""
+    """Bytes received from a socket. Refuses a value by its announced size."""
 
     def __init__(self, most: int, *rest: Any) -> None:
         super().__init__(*rest)
@@ -101,14 +101,14 @@ class LimitedBuffer(SocketBuffer):
 
 
 class LimitedParser(_RESP2Parser):
-    """The parser of RESP2 in Python, for values of at most `most` bytes. That of hiredis shows no announced size."""
+    """The parser of RESP2 in Python, for values of at most `most` bytes. With hiredis no announced size is seen."""
 
     def __init__(self, *, most: int, socket_read_size: int) -> None:
-        super().__init__(socket_read_size)
+        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
         self._most = most
 
     def on_connect(self, connection: Any) -> None:
-        super().on_connect(connection)
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
         self._buffer = LimitedBuffer(self._most, self._sock, self.socket_read_size, connection.socket_timeout)
 
 
@@ -117,7 +117,7 @@ def limited_client(
 ) -> tuple[redis.Redis, CallLimits]:
     """A client of the service at a URL, for values of about `value_bytes`, and the limits to make its calls in.
 
-    `connect_seconds` is the longest time to connect, and `answer_seconds` that of a call without values. Raises
+    `connect_seconds` is the longest time to connect, and `answer_seconds` the longest call without values. Raises
     ValueError for another URL.
     """
     limits = CallLimits(answer_seconds)

@@ -148,7 +148,7 @@ class RemoteStore:
 
 
 def client_of(url: str, value_bytes: int) -> tuple[redis.Redis, CallLimits]:
-    """A client of the service at this URL, for values of so many bytes, and its calls' limits. Raises ValueError."""
+    """A client of the service at this URL, for values of `value_bytes`, and its calls' limits. Raises ValueError."""
     try:
         from holdfast.lm.execution.redis_client import limited_client
     except ImportError:

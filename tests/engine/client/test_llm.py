@@ -83,7 +83,6 @@ def test_a_prompt_is_a_text_or_token_ids_one_or_many(llm):
     assert llm.generate([], GREEDY, progress=False) == []
 
 
-@pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
     ("prompts", "named"),
     [
@@ -101,6 +100,7 @@ def test_what_is_no_prompt_is_refused_with_its_value_and_type(llm, prompts, name
     assert named in str(refused.value) and "a text, or a sequence of token ids" in str(refused.value)
 
 
+@pytest.mark.parametrize("level", [1, 2])
 def test_an_llm_sleeps_and_answers_the_same_after_it(llm, level):
     (before,) = llm.generate("Ahoy", GREEDY, progress=False)
     llm.sleep(level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import socketserver
 import threading
 import time
@@ -89,6 +90,18 @@ def test_an_answer_without_end_is_cut_off_at_what_was_asked_for(monkeypatch: pyt
     with store_at(flood) as store:
         assert read(store) == ["failed"] and "larger than all that was asked for" in store.trouble
         assert sent[0] < 64 << 20
+
+
+def test_one_receive_ends_with_its_call() -> None:
+    from holdfast.lm.execution.redis_client import CallLimits, LimitedSocket
+
+    limits, (own, peer) = CallLimits(0.05), socket.socketpair()
+    with own, peer:
+        own.settimeout(30.0)
+        began = time.monotonic()
+        with limits.of_call(0), pytest.raises(TimeoutError):
+            LimitedSocket(own, limits).recv(1)
+        assert time.monotonic() - began < 20 and own.gettimeout() == 30.0
 
 
 def test_a_call_with_large_values_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:

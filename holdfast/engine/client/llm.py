@@ -465,26 +465,28 @@ def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list, even if a single prompt was given."""
     if isinstance(prompts, str):
         return [prompts]
-    try:
-        listed: list[Any] = list(prompts)
-    except TypeError:
-        raise TypeError(f"prompts are {_kind(prompts)}; {_PROMPT}") from None
+    listed = _listed(prompts, "prompts are")
     single = bool(listed) and all(_is_integer(item) for item in listed)
     return [listed] if single else listed
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """The ids as plain integers. Raises TypeError, naming the type of what is no token id."""
-    if isinstance(prompt, Mapping):  # its keys would be taken for ids
-        raise TypeError(f"a prompt is {_kind(prompt)}; {_PROMPT}")
-    try:
-        ids: list[Any] = list(prompt)
-    except TypeError:
-        raise TypeError(f"a prompt is {_kind(prompt)}; {_PROMPT}") from None
+    ids = _listed(prompt, "a prompt is")
     for token in ids:
         if not _is_integer(token):
             raise TypeError(f"a prompt holds {_kind(token)}; {_PROMPT}")
     return [operator.index(token) for token in ids]
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    """The items of a sequence. Raises TypeError, beginning with `what`, for anything else."""
+    if not isinstance(given, Mapping):  # its keys would be taken for prompts
+        try:
+            return list(given)
+        except TypeError:
+            pass
+    raise TypeError(f"{what} {_kind(given)}; {_PROMPT}")
 
 
 def _is_integer(item: object) -> bool:

@@ -11,12 +11,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import inf
 from typing import Any
 
 import redis
-from redis._parsers import _RESP2Parser
 from redis._parsers.socket import SocketBuffer
 from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse
@@ -86,30 +84,20 @@ class LimitedSocket:
         return getattr(self._own, name)
 
 
-class LimitedBuffer(SocketBuffer):
+class LimitedBuffer:
     """Bytes received from a socket. Refuses a value by its announced size."""
 
-    def __init__(self, most: int, *rest: Any) -> None:
-        super().__init__(*rest)
-        self._most = most
+    def __init__(self, own: SocketBuffer, most: int) -> None:
+        self._own, self._most = own, most
 
     def read(self, length: int, *rest: Any, **named: Any) -> bytes:
         if not 0 <= length <= self._most:
             raise InvalidResponse(f"the service announced a value of {length} bytes, and the largest has {self._most}")
-        data: bytes = super().read(length, *rest, **named)
+        data: bytes = self._own.read(length, *rest, **named)
         return data
 
-
-class LimitedParser(_RESP2Parser):
-    """The parser of RESP2 in Python, for values of at most `most` bytes. With hiredis no announced size is seen."""
-
-    def __init__(self, *, most: int, socket_read_size: int) -> None:
-        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
-        self._most = most
-
-    def on_connect(self, connection: Any) -> None:
-        super().on_connect(connection)  # type: ignore[no-untyped-call]
-        self._buffer = LimitedBuffer(self._most, self._sock, self.socket_read_size, connection.socket_timeout)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 def limited_client(
@@ -125,14 +113,15 @@ def limited_client(
     def begin(connection: Any) -> None:
         connection._sock = LimitedSocket(connection._sock, limits)
         connection.on_connect()
+        parser = connection._parser
+        if isinstance(parser._buffer, SocketBuffer):  # with hiredis, `CallLimits.room` alone limits an answer
+            parser._buffer = LimitedBuffer(parser._buffer, value_bytes + SPARE_BYTES)
 
     client = redis.Redis.from_url(
         url,
         socket_connect_timeout=connect_seconds,
         socket_timeout=answer_seconds,
         retry=Retry(NoBackoff(), 0),  # no retry here: `LowerTiers` avoids a service that has failed
-        protocol=2,
-        parser_class=partial(LimitedParser, most=value_bytes + SPARE_BYTES),
         redis_connect_func=begin,
     )
     return client, limits

@@ -44,6 +44,11 @@ def store_at(answer: Callable[[Any, bytes], None]) -> Iterator[RemoteStore]:
         server.shutdown()
 
 
+def greeting(message: bytes) -> bytes:
+    """The answer to a message that opens a connection; empty for any other."""
+    return b"%1\r\n+proto\r\n:3\r\n" if b"HELLO" in message else b"+OK\r\n" * message.count(b"CLIENT")
+
+
 def read(store: RemoteStore) -> list[str]:
     return [*store.read(BLOCK, [(memoryview(bytearray(SIZE)),)])]
 
@@ -55,8 +60,8 @@ def test_a_service_that_drips_bytes_holds_a_call_no_longer_than_one_that_is_sile
     monkeypatch.setattr(remote_store, "ANSWER_SECONDS", 0.5)
 
     def drip(to: Any, message: bytes) -> None:
-        if greets and b"CLIENT" in message:
-            to.sendall(b"+OK\r\n")
+        if greets and greeting(message):
+            to.sendall(greeting(message))
             return
         for _ in range(DRIPS):
             to.sendall(b"+")
@@ -72,7 +77,7 @@ def test_a_value_is_refused_by_the_size_that_the_service_announces(monkeypatch: 
     monkeypatch.setattr(remote_store, "ANSWER_SECONDS", 15.0)
 
     def announce(to: Any, message: bytes) -> None:
-        to.sendall(b"+OK\r\n" if b"CLIENT" in message else b"$99999999999\r\n")
+        to.sendall(greeting(message) or b"$99999999999\r\n")
 
     with store_at(announce) as store:
         assert read(store) == ["failed"]

@@ -129,7 +129,7 @@ def converse(console: Console, url: str) -> None:
         model = client.models.list().data[0].id
         stream = client.completions.create(model=model, prompt="Once", max_tokens=24, temperature=0, stream=True)
         pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
-        console.print(f"a stream in {len(pieces)} pieces: ", end="")
+        console.print(f"a stream in {len(pieces)} piece{'s' * (len(pieces) != 1)}: ", end="")
         console.print(Text(repr("".join(pieces))))
         previous: str | None = None
         for said in (OPENING, "What is my name?"):

@@ -183,8 +183,8 @@ class FakeClient:
     """What `watch` was asked for."""
     noted: list[tuple[str, Pause]] = field(default_factory=list)
     """What `note_pause` was told: the requests' ids and their pauses."""
-    warmed: list[tuple[list[int], str, str]] = field(default_factory=list)
-    """What `warm` was asked for: tokens, tenant and adapter."""
+    warmed: list[tuple[list[int], str, str, str]] = field(default_factory=list)
+    """What `warm` was asked for: tokens, tenant, adapter and salt."""
     pooling: Pooling = NONE
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights: str = "0123"
@@ -213,8 +213,8 @@ class FakeClient:
     def note_pause(self, request_id: str, pause: Pause) -> None:
         self.noted.append((request_id, pause))
 
-    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
-        self.warmed.append((list(prompt), tenant, adapter))
+    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "", salt: str = "") -> None:
+        self.warmed.append((list(prompt), tenant, adapter, salt))
 
     @property
     def gone(self) -> set[str]:

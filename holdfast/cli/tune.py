@@ -377,9 +377,32 @@ class Bar:
         )
 
 
+class Lines:
+    """Progress where no terminal shows a bar: a line at each tenth of the job's steps, but the last."""
+
+    def __init__(self, notes: Console) -> None:
+        self._notes = notes
+        self._tenths = 0
+        """Number of tenths of the steps when the last line was printed."""
+
+    def __call__(self, shown: dict[str, Any]) -> None:
+        """Print a line if another tenth of the steps is done."""
+        state = shown.get("progress") or {}
+        step, total = state.get("step") or 0, state.get("total_steps") or 0
+        tenths = 10 * step // total if total else 0
+        if self._tenths < tenths < 10:
+            self._tenths = tenths
+            loss = "" if (found := state.get("train_loss")) is None else f", loss {found:.4f}"
+            tokens = state.get("trained_tokens") or 0
+            self._notes.print(f"step {step} of {total}, {tokens} tokens{loss}", markup=False)
+
+
 @contextmanager
-def bar(notes: Console) -> Iterator[Bar]:
-    """Show a progress bar within the context."""
+def bar(notes: Console) -> Iterator[Bar | Lines]:
+    """Show a progress bar within the context, or lines if no terminal would show it."""
+    if not notes.is_terminal:
+        yield Lines(notes)
+        return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),

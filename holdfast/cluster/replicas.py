@@ -522,11 +522,11 @@ class Replicas:
             if replica.engine is not None:
                 replica.engine.note_pause(request_id, pause)
 
-    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
+    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "", salt: str = "") -> None:
         """Let each engine bring back what it keeps of these tokens. Raises RequestRefused for an unknown adapter."""
         for replica in self.serving:
             if replica.engine is not None:
-                replica.engine.warm(prompt, tenant=tenant, adapter=adapter)
+                replica.engine.warm(prompt, tenant=tenant, adapter=adapter, salt=salt)
 
     async def health(self, timeout: float = HANG_SECONDS) -> SchedulerStats:
         """Return the summed stats of all replicas that answer in time.

@@ -281,8 +281,8 @@ class CoreConfig:
     token_budget: int | Literal["auto", "large"] | None = option(
         None,
         "maximum number of tokens in one step, rounded down to whole matrix tiles; default: 2048 on CUDA, 512 on a "
-        "CPU; large is 8192 on CUDA, for work that nobody watches; auto computes it once from tbt_target and the "
-        "device's profile",
+        "CPU, 64 or a given max_sequences on one that computes token by token (deterministic); large is 8192 on CUDA, "
+        "for work that nobody watches; auto computes it once from tbt_target and the device's profile",
         between=(1, 1 << 20),
     )
     tbt_target: float | None = option(

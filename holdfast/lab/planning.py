@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -440,19 +441,27 @@ def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload)
 
 @contextmanager
 def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Callable[[Sequence[Candidate]], Iterator[Evaluation]]]:
-    """A function that evaluates candidates in order, in `jobs` processes. Leaving the context ends them at once."""
+    """A function that evaluates candidates in order, in `jobs` processes. Leaving the context ends them at once.
+
+    With several processes, SIGTERM raises SystemExit in this one meanwhile, so that it leaves the context, too.
+    """
     if jobs == 1:
         yield partial(map, partial(evaluate, question))
         return
-    # Spawn, because a forked child would inherit locks of threads that it does not have. Children ignore Ctrl-C, which
-    # this process handles; otherwise each would print a traceback.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A process that SIGTERM ends at once leaves its pool's semaphores to Python's tracker, which prints a warning.
+    ended = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        pool = multiprocessing.get_context("spawn").Pool(jobs)
+        # Spawn, because a forked child would inherit locks of threads that it does not have. Children ignore Ctrl-C,
+        # which this process handles; otherwise each would print a traceback.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            pool = multiprocessing.get_context("spawn").Pool(jobs)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        with pool:
+            yield partial(pool.imap, partial(evaluate, question))
     finally:
-        signal.signal(signal.SIGINT, before)
-    with pool:
-        yield partial(pool.imap, partial(evaluate, question))
+        signal.signal(signal.SIGTERM, ended)
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:

@@ -167,6 +167,21 @@ def test_the_bar_shows_steps_loss_rate_and_time_left() -> None:
     assert "0:00:03" in last, "five steps of half a second are left, rounded up"
 
 
+def test_without_a_terminal_a_line_is_printed_at_each_tenth() -> None:
+    notes = Console(width=120, force_terminal=False)
+    with notes.capture() as shown, bar(notes) as update:
+        for progress in (None, {"step": 0, "total_steps": None}):
+            update({"status": "queued", "progress": progress})
+        for step in (0, 1, 1, 2, 3, 7, 8):
+            update(state_of(step, 100 * step, train_loss=2.5 if step > 1 else None))
+    assert shown.get().splitlines() == [
+        "step 1 of 8, 100 tokens",
+        "step 2 of 8, 200 tokens, loss 2.5000",
+        "step 3 of 8, 300 tokens, loss 2.5000",
+        "step 7 of 8, 700 tokens, loss 2.5000",
+    ]
+
+
 def test_the_rate_is_that_of_the_last_ten_seconds_and_of_the_time_since_tokens_came() -> None:
     now, progress = [100.0], Progress(disable=True)
     update = Bar(progress, progress.add_task("", loss="", rate=""), lambda: now[0])

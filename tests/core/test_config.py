@@ -112,6 +112,21 @@ def test_a_step_holds_what_is_given_or_what_suits_the_device(given, kind, budget
     assert token_budget_of(EngineConfig(token_budget=given), kind) == budget
 
 
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, 64),
+        ({"max_sequences": 8}, 64),
+        ({"max_sequences": 100}, 112),
+        ({"max_sequences": 1000}, 512),
+        ({"token_budget": "large"}, 64),
+        ({"token_budget": 300}, 300),
+    ],
+)
+def test_a_step_that_computes_token_by_token_is_short_unless_its_size_is_given(options, budget):
+    assert token_budget_of(EngineConfig(deterministic=True, **options), "cpu", one_by_one=True) == budget
+
+
 def test_an_automatic_token_budget_requires_a_target():
     assert EngineConfig(token_budget="auto", tbt_target=50.0).fixed_token_budget is None
     with pytest.raises(ValueError, match="token_budget is auto, which is computed from tbt_target"):

@@ -1,5 +1,6 @@
 """Capacity planning: the search on servers with a known limit, and evaluations of candidates on an invented device."""
 
+import signal
 from dataclasses import replace
 from functools import cache
 
@@ -170,8 +171,12 @@ def test_many_processes_give_the_same_evaluations_in_the_same_order_as_one():
     question = replace(QUESTION, seconds=0.1)
     with evaluator(question, 1) as evaluate_all:
         alone = list(evaluate_all(candidates))
-    with evaluator(question, 2) as evaluate_all:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, evaluator(question, 2) as evaluate_all:
         assert list(evaluate_all(candidates)) == alone
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143, "the processes have ended in order"
+    assert signal.getsignal(signal.SIGTERM) is before
     assert [evaluation.candidate for evaluation in alone] == candidates
 
 

@@ -227,11 +227,13 @@ async def test_a_turn_is_announced_with_the_conversations_tokens(http: Http, cli
         conversation = (await api.post("/v1/conversations", json={})).json()["id"]
         await api.post(RESPONSES, json={"model": "tiny", "input": "hello", "conversation": conversation})
         answer = await api.post(f"/v1/conversations/{conversation}/warm", json={})
+        await api.post(f"/v1/conversations/{conversation}/warm", json={"cache_salt": "s"})
         missing = await api.post("/v1/conversations/conv_0/warm")
         wrong = await api.post(f"/v1/conversations/{conversation}/warm", json={"model": "other"})
-    ((tokens, tenant, adapter),) = client.warmed
+    (tokens, tenant, adapter, salt), salted = client.warmed
     prompt = client.asked[0].prompt
-    assert tokens[: len(prompt)] == prompt and adapter == "" and tenant == client.asked[0].tenant
+    assert tokens[: len(prompt)] == prompt and (adapter, salt) == ("", "") and tenant == client.asked[0].tenant
+    assert salted == (tokens, tenant, "", "s")
     assert answer.json() == {"id": conversation, "object": "conversation.warmed", "tokens": len(tokens)}
     assert (missing.status_code, wrong.status_code) == (404, 404)
 

@@ -383,13 +383,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Address at which other engines fetch KV blocks from this one. If empty, see `info.chunk_reason`."""
         return self.info.chunk_address
 
-    def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
+    def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "", salt: str = "") -> list[bytes]:
         """The digests of the blocks of a prompt whose state a request can use, as the engine makes them.
 
-        Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
+        `tenant`, `adapter` and `salt` are those of the request (`stream`). Equal for all engines of one model,
+        precision and block size. Raises RequestRefused for an unknown adapter.
         """
         tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
-        return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
+        return self._digests.digests(self._identity(tenant, adapter, salt).root(), tokens)
 
     async def found(self, chain: Sequence[bytes]) -> Found:
         """Number of tokens of a chain (`chain`) that the engine has, by tier. One dictionary look-up per block.
@@ -430,16 +431,17 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         if not self.dead.is_set():
             self._child.send(NotePause.of(request_id, pause, time.monotonic()))
 
-    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
+    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "", salt: str = "") -> None:
         """Let the engine bring kept state of these tokens back to the device, as a request with them comes soon.
 
-        Does nothing for an engine that has ended. Raises RequestRefused for an unknown adapter.
+        `tenant`, `adapter` and `salt` are those of the request. Does nothing for an engine that has ended. Raises
+        RequestRefused for an unknown adapter.
         """
         if not self.dead.is_set():
-            self._child.send(WarmState(self.chain(prompt, tenant=tenant, adapter=adapter)))
+            self._child.send(WarmState(self.chain(prompt, tenant=tenant, adapter=adapter, salt=salt)))
 
-    def _identity(self, tenant: str, adapter: str) -> Identity:
-        return Identity(self.info.model, self._holds.content_of(adapter), self.info.precision, tenant)
+    def _identity(self, tenant: str, adapter: str, salt: str) -> Identity:
+        return Identity(self.info.model, self._holds.content_of(adapter), self.info.precision, tenant, salt)
 
     async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
         """Put the engine to sleep. Returns once it has returned the device's memory.

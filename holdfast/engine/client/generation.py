@@ -31,6 +31,9 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
 """Fields that change the tokens of Transformers' `generate` and are not applied here, each with the values, besides
 null, that have no effect."""
 
+MOST_IN_REQUESTS = {"temperature": 2, "top_k": 1 << 24}
+"""Largest values of requests, and so of overrides. A checkpoint's own file may have all that `SamplingParams` takes."""
+
 log = logging.getLogger("holdfast.engine")
 
 
@@ -76,6 +79,9 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
     found = _read(given, where)
     if overrides is not None:
         own = _read(_object(overrides), OVERRIDES, strict=True)
+        for name, most in MOST_IN_REQUESTS.items():
+            if (own.get(name) or 0) > most:
+                raise ValueError(f"{OVERRIDES}: {name} is {own[name]}; it must be at most {most}, as in requests")
         _checked(own, OVERRIDES, "correct it")
         found |= own
     return _checked(found, where, "correct it, or leave it out with --generation-config none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import heapq
+import operator
 import threading
 import uuid
 import weakref
@@ -36,6 +37,7 @@ IDLE_STEPS = 2
 ROWS_TRIED = 32
 """Number of rows for which one more is tried at a time."""
 
+_PROMPT = "it must be a text, or a sequence of token ids, which are integers"
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -127,6 +129,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
+        Token ids are a list, a tuple, or an array of integers, as of NumPy. Raises TypeError for anything else.
+
         Prompts with the largest `max_tokens` start first, as the call returns with its longest answer. Where the length
         of every answer is known (`SamplingParams.fixed_length`), only as many run at once as end with the longest one.
         `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
@@ -135,7 +139,7 @@ class LLM:
         `keep_until` is on the clock of `time.monotonic`. Raises RequestRefused (a ValueError) for a prompt that can
         never be served, and ContractRefused for a contract that cannot be kept; this aborts the others, as Ctrl-C does.
         """
-        ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
+        ids = [self.text.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt) for prompt in _many(prompts)]
         return self._complete(ids, sampling_params, _Terms(adapter, contract, pause), progress)
 
     def chat(
@@ -171,7 +175,7 @@ class LLM:
 
         Returns at once. Raises RequestRefused (a ValueError) for an unknown adapter.
         """
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         self._thread.run(self._warm(ids, adapter))
 
     async def _warm(self, prompt: Sequence[int], adapter: str) -> None:
@@ -461,9 +465,43 @@ def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list, even if a single prompt was given."""
     if isinstance(prompts, str):
         return [prompts]
-    listed: list[Any] = list(prompts)
-    single = bool(listed) and all(isinstance(item, int) for item in listed)
+    listed = _listed(prompts, "prompts are")
+    single = bool(listed) and all(_is_integer(item) for item in listed)
     return [listed] if single else listed
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """The ids as plain integers. Raises TypeError, naming the type of what is no token id."""
+    ids = _listed(prompt, "a prompt is")
+    for token in ids:
+        if not _is_integer(token):
+            raise TypeError(f"a prompt holds {_kind(token)}; {_PROMPT}")
+    return [operator.index(token) for token in ids]
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    """The items of a sequence. Raises TypeError, beginning with `what`, for anything else."""
+    if not isinstance(given, Mapping):  # its keys would be taken for prompts
+        try:
+            return list(given)
+        except TypeError:
+            pass
+    raise TypeError(f"{what} {_kind(given)}; {_PROMPT}")
+
+
+def _is_integer(item: object) -> bool:
+    """Whether an object is an integer, be it of NumPy or of an array."""
+    try:
+        operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _kind(value: object) -> str:
+    """A value and its type, shortened for a message."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _close(thread: _LoopThread, client: EngineClient) -> None:

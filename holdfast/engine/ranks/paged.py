@@ -259,7 +259,7 @@ def make_paged_device(
     refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,
-        token_budget=token_budget_of(config, device.type),
+        token_budget=token_budget_of(config, device.type, one_by_one=model.spec.one_by_one),
         max_model_len=model.spec.max_model_len,
         max_sequences=config.most_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],

@@ -105,7 +105,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self.model, self.config, self.device, self.name = model, config, spec.device, name
         self.group = model.group if isinstance(model, Decoder) else None
         """The devices that share the model's layers, if there are several."""
-        self.token_budget = token_budget_of(config, spec.device.type)
+        self.token_budget = token_budget_of(config, spec.device.type, one_by_one=spec.one_by_one)
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
         self.attention = attention_of_layers(

@@ -126,6 +126,8 @@ class ModelSpec:
     """With results whose bits do not depend on a step's other tokens: what computes them (`same_bits.arithmetic_of`).
 
     Empty: their bits may depend on these."""
+    one_by_one: bool = False
+    """Whether a step computes one token after the other, so that its time grows with each of them."""
     reading_layers: int = 0
     """Number of layers that read the keys and values of another layer, and keep none."""
 

@@ -149,6 +149,7 @@ class Decoder:
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
             arithmetic=arithmetic_of(device, changes, ranks=ranks, one_by_one=self._one_by_one) if invariant else "",
+            one_by_one=self._one_by_one,
             reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
             shapes=tuple(
                 KVShape(each.num_kv_heads, each.head_dim, each.head_dim)

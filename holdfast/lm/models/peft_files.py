@@ -117,10 +117,6 @@ class AdapterWeights:
         """Number of elements of all pairs."""
         return sum(pair.a.numel() + pair.b.numel() for pair in self.pairs.values())
 
-    def is_finite(self, dtype: torch.dtype) -> bool:
-        """Whether all numbers are finite as this dtype."""
-        return all(bool(tensor.to(dtype).isfinite().all()) for pair in self.pairs.values() for tensor in pair[:2])
-
     def digest(self) -> str:
         """SHA-256 of all numbers, their places and scales, in hexadecimal. It does not depend on file or name."""
         digest = hashlib.sha256()
@@ -406,6 +402,16 @@ def check_effect(weights: AdapterWeights, dtype: torch.dtype) -> None:
                 f"{weights.names.of(layer, module)} is scaled by {pair.scale:.3g}, from lora_alpha or alpha_pattern, "
                 f"which changes weights by up to {change:.3g}; the largest {kind} is {largest:.3g}"
             )
+
+
+def check_finite(weights: AdapterWeights, dtype: torch.dtype) -> None:
+    """Raise UnsupportedAdapter, with a tensor's name, if a number of A or B is infinite in `dtype`."""
+    for (layer, module), pair in weights.pairs.items():
+        for letter, tensor in zip("AB", pair[:2], strict=True):
+            if not bool(tensor.to(dtype).isfinite().all()):
+                name = f"base_model.model.{weights.names.of(layer, module)}.lora_{letter}.weight"
+                kind = str(dtype).removeprefix("torch.")
+                raise UnsupportedAdapter(f"tensor {name} holds numbers that are infinite as {kind}")
 
 
 def _finite(file: Any, name: str) -> torch.Tensor:

@@ -27,6 +27,11 @@ class NamedPair(NamedTuple):
     b: torch.Tensor  # [outputs, rank]
     scale: float
 
+    def is_finite(self, dtype: torch.dtype) -> bool:
+        """Whether A, and B times the scale, are finite as this dtype."""
+        scaled = self.b.float() * self.scale
+        return bool(self.a.to(dtype).isfinite().all()) and bool(scaled.to(dtype).isfinite().all())
+
 
 @dataclass(frozen=True, eq=False)
 class NamedWeights:

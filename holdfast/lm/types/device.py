@@ -95,10 +95,22 @@ LARGE_TOKEN_BUDGET = {"cuda": 8192, "cpu": 512}
 """Tokens of a step that makes nobody wait, by kind of device. A GPU computes prompts up to 5% faster with them."""
 
 
-def token_budget_of(config: CoreConfig, kind: str) -> int:
-    """Most tokens of a step on a `kind` of device ("cuda", "cpu"), unless a latency target sets it."""
-    default = LARGE_TOKEN_BUDGET if config.token_budget == "large" else DEFAULT_TOKEN_BUDGET
-    return config.fixed_token_budget or default[kind]
+SERIAL_TOKEN_BUDGET = 64
+"""Tokens of a step that computes one token after the other. More would only lengthen it: no weight is read less often.
+"""
+
+
+def token_budget_of(config: CoreConfig, kind: str, *, one_by_one: bool = False) -> int:
+    """Most tokens of a step on a `kind` of device ("cuda", "cpu"), unless a latency target sets it.
+
+    `one_by_one`: the model computes one token after the other (`ModelSpec.one_by_one`). A default budget then has room
+    for a decode of each of `max_sequences`, if that is given and no more than the usual budget.
+    """
+    usual = (LARGE_TOKEN_BUDGET if config.token_budget == "large" else DEFAULT_TOKEN_BUDGET)[kind]
+    if one_by_one:
+        decodes = -(-(config.max_sequences or 0) // BUDGET_TILE[kind]) * BUDGET_TILE[kind]
+        usual = min(usual, max(SERIAL_TOKEN_BUDGET, decodes))
+    return config.fixed_token_budget or usual
 
 
 def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> str:

@@ -36,6 +36,7 @@ from holdfast.server.protocol import (
     Count,
     Metadata,
     RequestBody,
+    Salt,
     SampledRequest,
     TemplateOptions,
     invalid,
@@ -276,6 +277,8 @@ class WarmRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
 
     model: Label = ""
     """Name of the model or adapter that will answer; empty for the served model."""
+    cache_salt: Salt | None = None
+    """The salt of the conversation's requests, whose state no request without it finds."""
 
 
 class CopiedTurn(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -98,7 +98,8 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
         wanted = parse(await read_decoded(request, service.config) or b"{}", WarmRequest)
         adapter = service.adapter_of(wanted.model or service.client.info.model, tenant)
         context = await store.read(lambda store: store.conversations.context(tenant, conversation_id))
-        service.client.warm(context.tokens, tenant=tenant, adapter=adapter)
+        salt = wanted.cache_salt or ""
+        service.client.warm(context.tokens, tenant=tenant, adapter=adapter, salt=salt)
         return {"id": conversation_id, "object": "conversation.warmed", "tokens": len(context.tokens)}
 
     @app.post("/v1/conversations/copies", openapi_extra=described(CopyRequest))

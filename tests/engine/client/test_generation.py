@@ -74,6 +74,9 @@ def test_a_file_that_says_not_to_sample_means_greedy(directory):
         ('{"top_p": "high"}', "top_p is 'high'; it must be a number"),
         ('{"top_k": 1.5}', "top_k is 1.5; it must be a number"),
         ('{"top_p": 1.5}', "^override_generation_config: top_p is 1.5; it must lie above 0 .*; correct it$"),
+        ('{"temperature": 9}', "^override_generation_config: temperature is 9; it must be at most 2, as in requests"),
+        ('{"temperature": NaN}', "^override_generation_config: temperature is nan"),
+        ('{"top_k": 16777217}', "top_k is 16777217; it must be at most 16777216"),
         ('{"max_new_tokens": 0}', "^override_generation_config: max_tokens is 0"),
     ],
 )

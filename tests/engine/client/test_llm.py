@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,11 +76,29 @@ def test_one_step_in_flight_gives_the_same_tokens_as_two_and_a_closed_llm_raises
 
 def test_a_prompt_is_a_text_or_token_ids_one_or_many(llm):
     ids = llm.text.encode("hello world")
-    forms = ["hello world", ["hello world"], ids, [ids], ["hello world", ids]]
+    forms = ["hello world", ["hello world"], ids, [ids], ["hello world", ids], np.array(ids), np.array([ids, ids])]
     results = [llm.generate(form, GREEDY, progress=False) for form in forms]
-    assert [len(result) for result in results] == [1, 1, 1, 1, 2]
+    assert [len(result) for result in results] == [1, 1, 1, 1, 2, 1, 2]
     assert len({completion.token_ids for result in results for completion in result}) == 1
     assert llm.generate([], GREEDY, progress=False) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        (np.array([1.0, 2.0]), "(float64)"),
+        ([[1, 2.5]], "a prompt holds 2.5 (float)"),
+        ([[1], None], "a prompt is None (NoneType)"),
+        (7, "prompts are 7 (int)"),
+        ({"prompt": "hello"}, "prompts are {'prompt': 'hello'} (dict)"),
+        ([{"prompt_token_ids": [1]}], "a prompt is {'prompt_token_ids': [1]} (dict)"),
+        (np.array([[[1]]]), "a prompt holds array([1]) (ndarray)"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_its_value_and_type(llm, prompts, named):
+    with pytest.raises(TypeError) as refused:
+        llm.generate(prompts, GREEDY, progress=False)
+    assert named in str(refused.value) and "a text, or a sequence of token ids" in str(refused.value)
 
 
 @pytest.mark.parametrize("level", [1, 2])

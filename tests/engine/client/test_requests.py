@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from holdfast.core.contract import Contract, ContractRefused, Refusal
-from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams
+from holdfast.core.types import AdapterInfo, FinishReason, Found, Identity, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client import connection
 from holdfast.engine.client.client import AdapterError, EngineClient
@@ -20,6 +20,7 @@ from holdfast.engine.client.connection import CLOCKS, EngineDead, QueueFull
 from holdfast.engine.client.tuning import JobEnded, JobInfo, JobStart, JobStep, TuningError
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
+from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.adapters.messages import (
     AdapterLoaded,
     AdapterRefused,
@@ -28,6 +29,7 @@ from holdfast.lm.parts.adapters.messages import (
     UnloadAdapter,
 )
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.parts.pauses.messages import WarmState
 from holdfast.lm.parts.tuning.messages import ChangeJob, JobChanged, JobProgress, JobRefused, JobStarted, StartJob
 from tests.engine.client.test_stream import Letters
 from tests.fake_engine import engine_info
@@ -338,6 +340,11 @@ async def test_a_request_is_of_its_tenant_and_of_the_content_of_its_adapter(clie
     chains = [client.chain(prompt, tenant=tenant, adapter=name) for tenant, name in (("t", "a"), ("t", ""), ("", "a"))]
     assert len({*map(tuple, chains)}) == 3 and {*map(len, chains)} == {2}
     assert client.chain(prompt[:32], tenant="t", adapter="a") == chains[0][:1], "the last token is always computed"
+    salted = Identity("m", "a@1", client.info.precision, "t", "s")
+    asked = {"tenant": "t", "adapter": "a", "salt": "s"}
+    assert client.chain(prompt, **asked) == block_digests(salted.root(), prompt[:32], 16)
+    client.warm(prompt, **asked)
+    assert wire(client).of(WarmState)[0].chain == client.chain(prompt, **asked)
     for ask in (
         lambda: client.chain(prompt, adapter="b"),
         lambda: client.stream(prompt, SamplingParams(), adapter="b"),

@@ -197,6 +197,15 @@ def test_orca_steps_hold_the_longest_prompt_of_every_row_unless_a_budget_is_give
     assert most_tokens(token_budget=16, max_sequences=16) == 64 + 16
 
 
+def test_steps_of_a_cpu_that_computes_token_by_token_are_short_unless_a_budget_is_given(small, tmp_path):
+    make(tmp_path, "Mixtral")
+    for deterministic, budget in ((True, 64), (False, 512)):
+        config = small(model=str(tmp_path), deterministic=deterministic, token_budget=None)
+        loop, info = build(config)
+        assert info.token_budget == budget
+        loop.close()
+
+
 def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small, caplog):
     def start(**options):
         stages = []

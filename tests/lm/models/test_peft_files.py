@@ -23,6 +23,7 @@ from holdfast.lm.models.peft_files import (
     LoraPair,
     UnsupportedAdapter,
     check_effect,
+    check_finite,
     read_peft,
     write_peft,
 )
@@ -355,6 +356,16 @@ def test_numbers_that_are_not_finite_are_refused(base: Any, written: Path, numbe
     save_file(tensors, written / WEIGHTS_FILE)
     with pytest.raises(UnsupportedAdapter, match=r"q_proj.lora_A.weight holds NaN or infinite"):
         read_peft(written, base)
+
+
+def test_numbers_beyond_the_engines_type_are_refused_by_their_tensor(base: Any, written: Path) -> None:
+    tensors = load_file(written / WEIGHTS_FILE)
+    tensors[NAME.replace("lora_A", "lora_B")][1, 3] = 7e4
+    save_file(tensors, written / WEIGHTS_FILE)
+    weights = read_peft(written, base)
+    check_finite(weights, torch.bfloat16)
+    with pytest.raises(UnsupportedAdapter, match=r"0.self_attn.q_proj.lora_B.weight holds .* infinite as float16"):
+        check_finite(weights, torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.peft_files import AdapterWeights, UnsupportedAdapter, check_effect, read_peft
+from holdfast.lm.models.peft_files import AdapterWeights, UnsupportedAdapter, check_effect, check_finite, read_peft
 from holdfast.lm.models.shard import own_adapter, own_modules
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.options import AdapterOptions
@@ -192,6 +192,7 @@ class AdapterStore(AdapterShelf[PackedAdapter]):
 
     def _read(self, name: str, directory: Path) -> ReadAdapter[PackedAdapter]:
         weights = read_peft(directory, self._base.decoder, max_rank=self._slots.max_rank)
+        check_finite(weights, self._slots.dtype)
         check_effect(weights, self._slots.dtype)
         if weights.has_magnitudes and not self._slots.takes_gains:
             raise UnsupportedAdapter(
@@ -200,11 +201,8 @@ class AdapterStore(AdapterShelf[PackedAdapter]):
             )
         with self.packing:
             packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
-        all_here = self._own is whole
-        size = packed.nbytes if all_here else weights.elements * self._slots.dtype.itemsize
+        size = packed.nbytes if self._own is whole else weights.elements * self._slots.dtype.itemsize
         self._check_size(size)
-        if not (bool(packed.numbers.isfinite().all()) if all_here else weights.is_finite(self._slots.dtype)):
-            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
         if packed.gains is not None and not bool(packed.gains.isfinite().all()):
             raise UnsupportedAdapter("a row of the changed weights is 0, so no magnitude (DoRA) can scale it")
         info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, size, weights.modules)

@@ -33,7 +33,9 @@ class RowAdapterStore(AdapterShelf[torch.Tensor]):
         packed = self._lora.pack(weights.pairs)
         self._check_size(packed.nbytes)
         if not bool(packed.isfinite().all()):
-            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._lora.dtype}")
+            kind = str(self._lora.dtype).removeprefix("torch.")
+            layer = next(name for name, pair in weights.pairs.items() if not pair.is_finite(self._lora.dtype))
+            raise UnsupportedAdapter(f"the tensors of {layer}, times their scale, are infinite as {kind}")
         info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, packed.nbytes, weights.modules)
         return ReadAdapter(info, directory, packed)
 

@@ -15,12 +15,10 @@ from holdfast.lm.tiers import Outcome, Pieces, TierBlock
 if TYPE_CHECKING:
     import redis
 
-    from holdfast.lm.execution.redis_client import CallLimits
-
 LIFETIME = 86_400
 """Seconds that an unused block stays in the service. Each use begins them anew."""
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 2.0
-"""Longest time, in seconds, for the service to accept a connection, and for a whole call without values."""
+"""Longest time, in seconds, for the service to accept a connection, and to answer."""
 HEAD = struct.Struct("<4sQ")
 """Header before a block's bytes: MAGIC and the checksum."""
 MAGIC = b"HFK2"
@@ -38,7 +36,7 @@ class RemoteStore:
 
     def __init__(self, url: str, block_bytes: int, identity: dict[str, str], *, lifetime: int = LIFETIME) -> None:
         """Connects at the first use. Raises ValueError for a URL that is not Redis's, or without the extra."""
-        self._client, self._limits = client_of(url, HEAD.size + block_bytes)
+        self._client = client_of(url)
         self._block_bytes = block_bytes
         about = json.dumps({**identity, "block bytes": str(block_bytes)}, sort_keys=True)
         self._prefix = b"holdfast:" + hashlib.sha256(about.encode()).hexdigest()[:32].encode() + b":"
@@ -88,7 +86,7 @@ class RemoteStore:
             for at in missing:
                 value = b"".join((HEAD.pack(MAGIC, block_checksum(blocks[at], data[at])), *data[at]))
                 pipeline.set(self._name(blocks[at]), value, ex=self._lifetime)
-            answers = self._execute(pipeline, len(missing)) if missing else []
+            answers = self._execute(pipeline) if missing else []
         if answers is None:
             return ["failed"] * len(blocks)
         outcomes: list[Outcome] = ["done"] * len(blocks)
@@ -101,7 +99,7 @@ class RemoteStore:
         with self._client.pipeline(transaction=False) as pipeline:
             for block in blocks:
                 pipeline.getex(self._name(block), ex=self._lifetime)
-            answers = self._execute(pipeline, len(blocks))
+            answers = self._execute(pipeline)
         if answers is None:
             return ["failed"] * len(blocks)
         return [self._take(*each) for each in zip(blocks, answers, targets, strict=True)]
@@ -121,16 +119,12 @@ class RemoteStore:
     def _name(self, block: TierBlock) -> bytes:
         return self._prefix + block.digest
 
-    def _execute(self, pipeline: redis.client.Pipeline, values: int = 0) -> list[Any] | None:
-        """The answers, each of which may be an error; None if the service gave no answer, or not in time.
-
-        `values` is the number of blocks that are sent or asked for.
-        """
+    def _execute(self, pipeline: redis.client.Pipeline) -> list[Any] | None:
+        """The answers, each of which may be an error; None if the service gave no answer."""
         import redis
 
         try:
-            with self._limits.of_call(values * (HEAD.size + self._block_bytes)):
-                answers = list(pipeline.execute(raise_on_error=False))
+            answers = list(pipeline.execute(raise_on_error=False))
         except (redis.RedisError, OSError) as error:
             self.trouble = str(error).rstrip(".") or type(error).__name__
             return None
@@ -147,17 +141,23 @@ class RemoteStore:
         self._client.close()
 
 
-def client_of(url: str, value_bytes: int) -> tuple[redis.Redis, CallLimits]:
-    """A client of the service at this URL, for values of `value_bytes`, and its calls' limits. Raises ValueError."""
+def client_of(url: str) -> redis.Redis:
+    """A client of the service at this URL. Raises ValueError."""
     try:
-        from holdfast.lm.execution.redis_client import limited_client
+        import redis
     except ImportError:
         raise ValueError(
             f"remote_cache is {shown(url)}, and its client is missing: pip install 'holdfast[redis]'"
         ) from None
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
     try:
-        return limited_client(
-            url, value_bytes=value_bytes, connect_seconds=CONNECT_SECONDS, answer_seconds=ANSWER_SECONDS
+        return redis.Redis.from_url(
+            url,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            retry=Retry(NoBackoff(), 0),  # no retry here: `LowerTiers` avoids a service that has failed
         )
     except ValueError as error:
         raise ValueError(f"remote_cache is {shown(url)!r}, which is no URL of a Redis service: {error}") from None

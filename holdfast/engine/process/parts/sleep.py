@@ -180,7 +180,7 @@ class SleepHandler(Handler, Gate):
     def _open(self) -> None:
         """The engine is awake: let requests run."""
         self._level, self._begun, self.halted, self._rests_at = 0, False, False, inf
-        self._part.open()
+        self._part.reopen()
         log.info("holdfast: is awake")
 
     def _abort_all(self) -> None:

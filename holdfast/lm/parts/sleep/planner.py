@@ -31,7 +31,7 @@ class SleepPart(Part):
         """Bring the device to rest. `suspend` the sequences that run; else let them end."""
         self._closing, self._suspends = True, suspend
 
-    def open(self) -> None:
+    def reopen(self) -> None:
         """Let sequences run again."""
         self._closing = self._suspends = False
         self._pool.flush(False)

@@ -74,7 +74,7 @@ def test_running_sequences_end_first_and_idle_state_is_found_on_the_host_after(s
     sleeper.rest(suspend=False)
     assert sleeper.tokens == {request.id: run_alone(request)[0] for request in requests}
     assert not sleeper.loop.has_work()
-    sleeper.part.open()
+    sleeper.part.reopen()
     again = replace(requests[2], id="again")
     sleeper.add(again)
     sleeper.run()
@@ -96,7 +96,7 @@ def test_suspended_sequences_go_on_after_and_compute_nothing_twice(seed, steps_i
     assert all(0 < len(sleeper.tokens[name]) < 12 for name in before), "all are under way"
     assert sleeper.scheduler.stats().waiting == 3 and sleeper.loop.has_work()
     computed = sleeper.scheduler.stats().tokens_computed
-    sleeper.part.open()
+    sleeper.part.reopen()
     sleeper.run()
     assert sleeper.tokens == {request.id: run_alone(request)[0] for request in requests}
     left = sum(12 - len(tokens) for tokens in before.values())
@@ -116,7 +116,7 @@ def test_no_sequence_starts_while_others_are_suspended():
     assert sleeper.tokens["1"] == () and sleeper.part.at_rest
     sleeper.part.forget(1e6)
     sleeper.device.slots = [None] * len(sleeper.device.slots)
-    sleeper.part.open()
+    sleeper.part.reopen()
     sleeper.run()
     assert sleeper.tokens == {request.id: run_alone(request)[0] for request in (first, late)}
 
@@ -127,7 +127,7 @@ def test_a_small_host_keeps_what_fits_and_the_rest_is_computed_again():
     sleeper.add(*requests)
     sleeper.rest(suspend=False)
     assert sleeper.pool.host.cached == 4 and sleeper.scheduler.stats().tokens_dropped > 0
-    sleeper.part.open()
+    sleeper.part.reopen()
     again = [replace(request, id=f"again {request.id}") for request in requests]
     sleeper.add(*again)
     sleeper.run()
@@ -149,7 +149,7 @@ def test_an_engine_that_is_woken_up_before_it_rests_goes_on_as_if_nothing_had_be
         sleeper.step()
     sleeper.part.close(suspend=True)
     sleeper.step()
-    sleeper.part.open()
+    sleeper.part.reopen()
     sleeper.run()
     assert sleeper.tokens == {request.id: run_alone(request)[0] for request in requests}
     assert not sleeper.part.has_work and not sleeper.part.wants_step
@@ -181,7 +181,7 @@ def test_the_device_is_not_at_rest_while_state_is_on_its_way_to_a_sequence_that_
     kept, other = create_requests(16, 8, max_tokens=8)
     sleeper.add(kept)
     sleeper.rest(suspend=False)
-    sleeper.part.open()
+    sleeper.part.reopen()
     scheduler, part = sleeper.scheduler, sleeper.part
     scheduler.add(other)
     plan = scheduler.schedule(0.0)

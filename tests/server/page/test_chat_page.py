@@ -98,6 +98,7 @@ def opened(fresh_page: Callable[..., Any], server: Any) -> Iterator[Callable[...
 
 def say(page: Any, text: str) -> None:
     """Send a message, and wait until it is answered."""
+    page.wait_for_selector("dialog", state="detached")  # as it closes, it gives the focus back
     page.fill(".message", text)
     page.keyboard.press("Enter")
     answered(page)

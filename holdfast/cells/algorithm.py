@@ -182,9 +182,9 @@ def _centre(queue: np.ndarray, bound: np.ndarray) -> None:
 
 @compiled
 def fills(table: np.ndarray, queue: np.ndarray, bound: np.ndarray, most: int, tasks: int) -> bool:
-    """Whether a round of this number of tasks, each of `most` nodes, is certain from the rows of a queue.
+    """Whether the rows of a queue are enough for this number of tasks of `most` nodes each.
 
-    It is if `most` rows have a step for each task, or if each task may have rows of its own.
+    They are if `most` rows have a step left for each task, or if there are `most` rows for each task.
     """
     if bound[1] - bound[0] >= most * tasks:
         return True

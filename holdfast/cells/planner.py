@@ -367,7 +367,7 @@ class CellPlanner:
                 return
 
     def _full(self) -> bool:
-        """Whether the ready rows of a type are enough for full tasks in a whole round of each worker."""
+        """Whether some type has enough ready rows to fill a whole round of all workers."""
         return any(
             algorithm.fills(
                 self._table,

@@ -12,3 +12,5 @@ MODES: tuple[SleepMode, ...] = get_args(SleepMode)
 """The treatment of requests that run: end them, wait for them, or suspend them until the engine is awake."""
 TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 """The kinds of memory that can be woken up by themselves."""
+SLEEP_OFF = "sleep mode is off: start the engine with enable_sleep_mode"
+"""Reason why an engine without sleep mode refuses an order."""

@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -241,17 +241,19 @@ class Service:
 
     async def check_awake(self) -> None:
         """Raises ApiError 503 while the engine sleeps, for a request that is accepted before the engine has it."""
+        with suppress(TimeoutError):  # The request will find out.
+            if await self.is_sleeping():
+                raise asleep()
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, falls asleep or wakes up. Raises ApiError if it has ended, and TimeoutError."""
         client = self.client
         if isinstance(client, Replicas) or not client.config.enable_sleep_mode:
-            return
+            return False
         try:
-            sleeping = await client.is_sleeping()
-        except TimeoutError:  # The request will find out.
-            return
+            return await client.is_sleeping()
         except EngineDead as error:
             raise engine_dead(error) from None
-        if sleeping:
-            raise asleep()
 
     def adapter_of(self, name: str, tenant: str) -> str:
         """Return the adapter that a request names as its `model`; "" for the model itself. Raises ApiError."""

@@ -15,7 +15,7 @@ from math import inf
 
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
-from holdfast.core.sleep import MemoryTag, SleepMode
+from holdfast.core.sleep import SLEEP_OFF, MemoryTag, SleepMode
 from holdfast.core.types import (
     ALONE,
     BATCH_CLASS,
@@ -84,8 +84,6 @@ from holdfast.lm.types import SchedulerStats
 REMEMBERED_BLOCKS = 1 << 16
 """Number of blocks whose digests a client remembers, about 100 bytes each, so that it hashes only a prompt's new
 blocks."""
-
-SLEEP_OFF = "sleep mode is off: start the engine with enable_sleep_mode"
 
 log = logging.getLogger("holdfast.engine")
 

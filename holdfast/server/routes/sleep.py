@@ -58,13 +58,8 @@ def add_sleep_routes(app: FastAPI, service: Service, config: ServerConfig) -> No
     @app.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
         """Whether the engine sleeps, falls asleep or wakes up, and takes no requests."""
-        client = service.client
-        if isinstance(client, Replicas) or not client.config.enable_sleep_mode:
-            return {"is_sleeping": False}
         try:
-            return {"is_sleeping": await client.is_sleeping()}
-        except EngineDead as error:
-            raise engine_dead(error) from None
+            return {"is_sleeping": await service.is_sleeping()}
         except TimeoutError:
             reason = "the engine does not answer, so its state is not known"
             raise ApiError(reason, status=503, code="engine_unavailable", retry_after=1) from None

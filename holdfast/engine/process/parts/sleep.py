@@ -10,7 +10,7 @@ from math import inf
 from typing import ClassVar, Protocol
 
 from holdfast.core.columns import Columns
-from holdfast.core.sleep import SleepMode
+from holdfast.core.sleep import SLEEP_OFF, SleepMode
 from holdfast.core.types import NO_OUTPUT, FinishReason, Request, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Gate, Handler, Refusal, refusal
@@ -234,9 +234,7 @@ class SleepBuilder(PartBuilder):
     """Builds the handler of an engine that can sleep."""
 
     name = "sleep"
-    refusals: ClassVar[Mapping[type, Refusal]] = dict.fromkeys(
-        (Sleep, WakeUp), refusal(SleepRefused, "sleep mode is off: start the engine with enable_sleep_mode")
-    )
+    refusals: ClassVar[Mapping[type, Refusal]] = dict.fromkeys((Sleep, WakeUp), refusal(SleepRefused, SLEEP_OFF))
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:
